@@ -1,29 +1,153 @@
-"""Collectives by hand: all_reduce and its family, from sends and receives.
+"""Groups of ranks, and collectives by hand: all_reduce and its family, from sends and receives.
 
-A collective is an operation that all ranks of a group call in the same order. A tensor of n bytes
-is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
+A rank is one process. Every message passes Group.exchange, where bytes are counted. A collective is
+an operation that all ranks of a group call in the same order. A tensor of n bytes is cut into N
+chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
 
     reduce_scatter    each rank ends with the sum of its own chunk        n (N-1)/N
     all_gather        each rank's own chunk is copied to all ranks        n (N-1)/N
     all_reduce        all ranks end with the sum of all: the two above    2 n (N-1)/N
     all_to_all        rank i's j-th tensor, of n/N bytes, goes to rank j  n (N-1)/N
 
-Four have a root, one rank with the whole at first or at last. Sent: by the root   by another rank
-    scatter           the root's chunks go to their owners             n (N-1)/N     0
-    gather            the owners' chunks go to the root                0             n/N
-    broadcast         its tensor to all: scatter, then all_gather      2 n (N-1)/N   n (N-1)/N
-    reduce            the sum to it: reduce_scatter, then gather       n (N-1)/N     n
-
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops: in a hop each
-rank sends one message. All ranks end with the same bits.
+rank sends one message, which takes latency + n/N / bandwidth. All ranks end with the same bits.
 
     python -m extras.show collectives  a ring of 4 processes, hop by hop, and the bytes it sends
 """
 
+import re
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 
-from group import wait_all
+# ---- errors of one line ----
 
+
+class CommunicationError(RuntimeError):
+    """A rank died, hung or never joined: one line that names rank, operation and peer."""
+
+
+def reason_in(text):
+    """An error of the library in one line: without the C++ location, hints and the store's keys.
+    NCCL names the cause in the line after "Last error:"; the cause is put at the end.
+
+        [/w/pair.cc:5] Connection closed by peer. This is likely ...    Connection closed by peer
+        wait timeout after 600ms, keys: /a/b                            wait timeout after 600ms
+
+        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...
+        Last error:
+        Cuda failure 2 'out of memory'
+            -> NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'
+    """
+    first, *_ = text.splitlines() or ["unknown error"]
+    first = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*| in: \S+(?=,)| \(run with .*", "",
+                   first)
+    _, _, last_error = text.partition("Last error:")
+    return ": ".join([first, *last_error.strip().splitlines()[:1]])
+
+
+@contextmanager
+def naming(what):
+    """Re-raise a RuntimeError, of the library or of a collective, as a CommunicationError that
+    names `what`."""
+    try:
+        yield
+    except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {reason_in(str(error))}") from error
+
+
+# ---- messages ----
+
+
+class Work:
+    """A pending operation. Do not touch its tensors before wait() has returned."""
+
+    def __init__(self, finish, what):
+        self.finish = finish  # a function that blocks until the operation is complete
+        self.what = what  # names the operation in an error
+
+    def wait(self):
+        """Block until the operation is complete. (On a GPU: let the current stream wait for it.) A
+        second call returns at once."""
+        if self.finish:
+            with naming(self.what):
+                self.finish()
+            self.finish = None
+
+
+def wait_all(works):
+    for work in works:
+        work.wait()
+
+
+class Group:
+    """Some ranks in a ring order. `rank`, and each peer that a method takes, counts within the
+    group: 0 .. size - 1.
+
+    A group of one has no carrier. Collectives send nothing there, so the code that trains need not
+    ask for sizes; exchange() is for groups of two and more."""
+
+    def __init__(self, name, device, ranks, rank, carrier=None, communicator=None):
+        self.name = name
+        self.device = device
+        self.ranks = list(ranks)  # ranks of the group, numbered as in the world
+        self.rank = rank  # this process's place in the group
+        self.size = len(self.ranks)
+        self.next = (rank + 1) % self.size
+        self.prev = (rank - 1) % self.size
+        self.carrier = carrier  # moves the messages (transport/)
+        # torch's ProcessGroup, if the collectives are to be torch's own (--collectives native)
+        self.communicator = communicator
+        self.bytes_sent = 0  # by this rank, in all messages of exchange()
+
+    def exchange(self, send=None, dst=None, recv=None, src=None, combine=None):
+        """Start a send of the tensor `send` to rank dst, and a receive into `recv` from rank src;
+        either may be None. Both are contiguous; an empty tensor is not sent. combine(recv,
+        received): how to merge what arrives, element by element and in place; None: recv is
+        overwritten. Returns their Work.
+
+        Messages from one rank to another arrive in the order in which they were sent. This may
+        return before either message is complete, and the rest moves in wait(): two ranks that
+        exchange cannot block each other."""
+        what = f"rank {self.ranks[self.rank]}: group {self.name}"  # for an error
+        if recv is not None and recv.numel() > 0:
+            what += f", receive from rank {self.ranks[src]}"
+        else:
+            recv = None
+        if send is not None and send.numel() > 0:
+            what += f", send to rank {self.ranks[dst]}"
+            self.bytes_sent += send.numel() * send.element_size()
+        else:
+            send = None
+        with naming(what):
+            return Work(self.carrier.exchange(send, dst, recv, src, combine), what)
+
+    def send(self, tensor, dst):
+        return self.exchange(send=tensor, dst=dst)
+
+    def recv(self, tensor, src):
+        return self.exchange(recv=tensor, src=src)
+
+    def start_read(self, tensor):
+        """Returns a function that returns the tensor's numbers. Until its call the tensor must not
+        change: from a GPU the numbers are copied to the host meanwhile."""
+        read = self.carrier.start_read(tensor) if self.carrier else tensor.tolist
+
+        def named_read():
+            with naming(f"rank {self.ranks[self.rank]}: group {self.name}"):
+                return read()
+
+        return named_read
+
+    def read(self, tensor):
+        """Wait for a tensor; return its numbers."""
+        return self.start_read(tensor)()
+
+
+# ---- the ring ----
 # In each hop of a ring every rank sends one chunk to the next rank and receives another one from
 # the rank before, so all links are busy all the time. Reduce-scatter on four ranks: rank 0's tensor
 # is a, rank 1's b, and so on; "2: d+a" is chunk 2, so far the sum of d's and a's chunk 2:
@@ -50,21 +174,40 @@ def own_chunk(tensor, group):
     return flat(tensor).tensor_split(group.size)[group.rank]
 
 
+def maximum(into, received):
+    """A combine: all_reduce(tensor, group, maximum) gives every rank the largest of each number."""
+    torch.maximum(into, received, out=into)
+
+
+# Torch's own collectives (--collectives native). torch 2.13 renamed two of them
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}  # of a combine
+
+
+def run_native(collective, group, *args):
+    """Run one of torch's own collectives. It bypasses exchange(): bytes_sent does not count it."""
+    with naming(f"rank {group.ranks[group.rank]}: group {group.name}, {collective.__name__}"):
+        collective(*args, group=group.communicator)
+
+
 def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
     """In: every rank a full tensor. Out: chunk r of rank r is the sum over all ranks; the other
-    chunks hold partial sums. combine(into, received): how to merge a received chunk into the rank's
-    own, in place; by default it is added.
+    chunks are undefined (the ring leaves partial sums there). combine(into, received): how to merge
+    a received chunk into the rank's own, element by element and in place; by default it is added.
 
     In a model (WithBackward) its backward is an all_gather: every rank has a term in each sum, and
     d(sum)/d(term) = 1, so a rank needs the gradients of all chunks."""
     N, r = group.size, group.rank
+    if group.communicator and tensor.numel() % N == 0:
+        run_native(REDUCE_SCATTER, group, own_chunk(tensor, group), flat(tensor),
+                   OPERATIONS[combine])
+        return tensor
     chunks = flat(tensor).tensor_split(N)  # flat views, as equal as n allows
     for hop in range(N - 1):  # N = 4, r = 1: sends chunks 0 3 2, receives and adds 3 2 1
         out = chunks[(r - 1 - hop) % N]
         into = chunks[(r - 2 - hop) % N]
-        received = torch.empty_like(into)
-        group.exchange(out, group.next, received, group.prev).wait()
-        combine(into, received)
+        group.exchange(out, group.next, into, group.prev, combine).wait()
     return tensor
 
 
@@ -72,6 +215,11 @@ def all_gather(tensor, group):
     """In: chunk r of rank r is valid. Out: every rank has all chunks. Its backward is
     reduce_scatter: every rank used chunk r, so its gradient is the sum of the ranks' gradients."""
     N, r = group.size, group.rank
+    if group.communicator and tensor.numel() % N == 0:
+        own = own_chunk(tensor, group)
+        # gloo wants an input of its own
+        run_native(ALL_GATHER, group, flat(tensor), own if own.is_cuda else own.clone())
+        return tensor
     chunks = flat(tensor).tensor_split(N)  # flat views, as equal as n allows
     for hop in range(N - 1):  # N = 4, r = 1: sends chunks 1 0 3, receives 0 3 2
         out = chunks[(r - hop) % N]
@@ -82,34 +230,16 @@ def all_gather(tensor, group):
 
 def all_reduce(tensor, group, combine=torch.Tensor.add_):
     """In: every rank a full tensor. Out: every rank the sum, in place."""
+    if group.communicator:
+        run_native(dist.all_reduce, group, flat(tensor), OPERATIONS[combine])
+        return tensor
     return all_gather(reduce_scatter(tensor, group, combine), group)
 
 
-def maximum(into, received):
-    """A combine: all_reduce(tensor, group, maximum) gives every rank the largest of each number."""
-    torch.maximum(into, received, out=into)
-
-
-def refuse_wrong_lists(outputs, inputs, group):
-    """ValueError unless all_to_all can take these lists: N contiguous tensors each, and no output
-    in the memory of another tensor. (What arrives there would overwrite what is yet to be sent.)"""
-    N = group.size
-    if not len(outputs) == len(inputs) == N:
-        raise ValueError(f"all_to_all takes {N} outputs and {N} inputs, one for each rank, not "
-                         f"{len(outputs)} and {len(inputs)}")
-    # Where each tensor begins and ends in memory. (An empty one: 0 and 0)
-    ranges = [(flat(x).data_ptr(), x.data_ptr() + x.nbytes) for x in [*outputs, *inputs]]
-    for i, (start, stop) in enumerate(ranges[:N]):
-        if any(start < other_stop and other_start < stop
-               for other_start, other_stop in ranges[i + 1 :]):
-            raise ValueError(f"all_to_all: outputs[{i}] shares memory with an input or another "
-                             "output; pass outputs that have memory of their own")
-
-
 def all_to_all(outputs, inputs, group):
-    """In: lists of N tensors; inputs[j] is for rank j. Out: outputs[i] is what rank i sent to this
-    rank. Sends all inputs but this rank's own. Its backward is an all_to_all of the gradients."""
-    refuse_wrong_lists(outputs, inputs, group)
+    """In: lists of N contiguous tensors; inputs[j] is for rank j. Out: outputs[i] is what rank i
+    sent to this rank. Sends all inputs but this rank's own. Its backward is an all_to_all of the
+    gradients."""
     N, r = group.size, group.rank
     outputs[r].copy_(inputs[r])
     works = []
@@ -120,7 +250,8 @@ def all_to_all(outputs, inputs, group):
     wait_all(works)
 
 
-# ---- four with a root: the one rank that has the tensor at first, or the result at last ----
+# ---- with a root: one rank that has the tensor at first, or the result at last ----
+# (Nothing here trains with these four. They complete the family.)
 
 
 def scatter(tensor, group, root=0):

@@ -4,21 +4,22 @@ Split: tokens, and so the activations of all layers. Replicated: weights; the ra
 replicas over which gradients are summed. In a layer only attention lets tokens meet, so only
 attention sends. Elements that each of N ranks sends per block and microbatch:
 
-    ring        keys and values go around the ring, 2 (N-1)/N B S C forward; their gradients come
-                back, as many.                                              arXiv 2310.01889
+    ring        keys and values go around the ring, 2 (N-1)/N B S C forward; in backward they go
+                around once more, and their gradients (32 bits at least) follow.  arXiv 2310.01889
     all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
-                backward; N must divide the number of heads. Ulysses,       arXiv 2309.14509
+                backward; N must divide the number of heads. Ulysses,             arXiv 2309.14509
 
-Held: 1/N of what a block saves for backward. This plain ring saves more on each rank: the scores of
-all N hops, B nh S^2/N, and the keys and values of all ranks, 2 B S C elements.
+Held for backward: 1/N of what a block saves without it; the ring: q, k, v, the output and a number
+per query and head. No rank has a matrix of scores.
 
-    python -m extras.show context_parallel        who meets whom, on 4 ranks
+    torchrun train.py --cp 2        python -m extras.show context_parallel: on 4 ranks
 """
 
 import math
 from functools import partial
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from collectives import WithBackward, all_to_all
 from model import causal_attention
@@ -38,64 +39,198 @@ def zigzag(S, size, rank):
 
 
 # ---- ring: queries stay, keys and values go around ----
+# Softmax needs the sum over all keys, but a rank sees S/N keys at a time. Attention over some keys
+# is  out = sum(exp(score) v) / sum(exp(score)),  and its logsumexp is  lse = log(sum(exp(score))).
+# From (out, lse) of two sets of keys follows that of both: the outputs are averaged with weights
+# exp(lse). So a hop needs one call of torch's fused attention, which returns both, and a merge.
 
 
-def pass_on(x, group):
-    """Send x to the next rank, return the previous rank's x. In backward the gradient takes the way
-    back."""
-    def move(x, dst, src):
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        group.exchange(x, dst, received, src).wait()
-        return received
+CUDNN, FLASH, EFFICIENT = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+                           SDPBackend.EFFICIENT_ATTENTION)
 
-    return WithBackward.apply(x, lambda x: move(x, group.next, group.prev),
-                              lambda grad: move(grad, group.prev, group.next))
+
+def choose_kernel(q, k, v):
+    """The kernel that computes the hops of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). It must
+    take half of them, too: a hop has half of the queries or half of the keys (visible), and cuDNN
+    takes no length of 1. On a GPU the kernel that torch's own attention would
+    choose: cuDNN's on Hopper and Blackwell, FlashAttention on other cards since the A100, both in
+    16 bits; else EFFICIENT. None on a CPU, which has only one kernel."""
+    if not q.is_cuda:
+        return None
+    q, k, v = (x[:, :, : x.size(2) // 2] for x in (q, k, v))
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    return chosen if chosen in (CUDNN, FLASH) else EFFICIENT
+
+
+def kernel(chosen, q, k, v, causal):
+    """Attention of q (B, nh, Sq, hs) over k, v (B, n_kv, Sk, hs), n_kv <= nh. Returns out (B, nh,
+    Sq, hs), the logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout,
+    unused."""
+    aten = torch.ops.aten
+    if chosen == CUDNN:
+        out, lse, _, _, _, _, *rest = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal)
+        return out, lse.squeeze(-1), rest[:2]
+    if chosen == FLASH:
+        out, lse, _, _, _, _, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse, rest[:2]
+    if chosen == EFFICIENT:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        out, lse, *rest = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal)
+        return out, lse[..., : q.size(2)], rest  # the kernel pads lse
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse, ()
+
+
+def kernel_backward(chosen, grad, q, k, v, out, lse, rest, causal):
+    """Gradients of q, k, v from the gradient of out. q may be some of the queries, k and v some of
+    their keys: given out and lse over all keys, the kernel recomputes the right weights,
+    exp(score - lse), and returns these keys' terms of the gradients."""
+    aten = torch.ops.aten
+    if chosen == CUDNN:  # None: no bias, and all sequences of a batch are of one length
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.contiguous().unsqueeze(-1), *rest, None, None, None, q.size(2),
+            k.size(2), 0.0, causal)
+    if chosen == FLASH:
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
+            *rest)
+    if chosen == EFFICIENT:  # the kernel wants the rows of lse padded to a multiple of 32
+        lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
+        n_kv = k.size(1)
+        k, v = (x.repeat_interleave(q.size(1) // n_kv, dim=1) for x in (k, v))
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)
+        # n_kv heads, each used by several heads of q: the sum of their gradients
+        return dq, *(x.unflatten(1, (n_kv, -1)).sum(2) for x in (dk, dv))
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal)
+
+
+def visible(rank, key_rank, half):
+    """(queries, keys, causal): slices of this rank's queries and of key_rank's keys. If not causal,
+    each of these queries attends to all of these keys; if causal, the ordinary causal mask applies.
+    half: the tokens in a segment. Rank 1 of 4 has segments 1 and 6:
+
+        its own keys             segments 1 6: in order, so the causal mask is right
+        keys of rank 0 (before)  segments 0 7: 0 is earlier than both of 1 6, 7 is later than both
+        keys of rank 2 (after)   segments 2 5: both are later than 1 and earlier than 6"""
+    if key_rank == rank:
+        return slice(None), slice(None), True
+    if key_rank < rank:  # all queries, the first segment of keys
+        return slice(None), slice(half), False
+    return slice(half, None), slice(None), False  # the second segment of queries, all keys
+
+
+def merge(out, lse, part, part_lse):
+    """Add further keys to out (B, nh, Sq, hs) and lse (B, nh, Sq), in place. The further keys hold
+    exp(part_lse) / (exp(lse) + exp(part_lse)) = sigmoid(part_lse - lse) of the softmax's weight.
+    out and lse have 32 bits at least, because each merge rounds."""
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def start_passing(x, group):
+    """Start to send x to the next rank. Returns (the tensor in which the previous rank's x arrives,
+    the Work of the two messages)."""
+    received = torch.empty_like(x)
+    return received, group.exchange(x, group.next, received, group.prev)
+
+
+def finish_passing(received, work):
+    """Wait for what start_passing() has started; return the previous rank's x."""
+    work.wait()
+    return received
+
+
+def ring_hops(k, v, group):
+    """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields (hop, kv, queries, keys,
+    causal) for each hop. hop: its number; queries, keys, causal: the result of visible(). kv (2, B,
+    n_kv, Sk, hs): the keys and values to compute with, selected by `keys`. Sk is S/N, or S/(2N) for
+    keys of an earlier rank. The next keys and values travel meanwhile."""
+    kv = torch.stack([k, v])
+    for hop in range(group.size):
+        if hop < group.size - 1:
+            passing = start_passing(kv, group)
+        # N = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
+        key_rank = (group.rank - hop) % group.size
+        queries, keys, causal = visible(group.rank, key_rank, half=kv.size(-2) // 2)
+        yield hop, kv[..., keys, :], queries, keys, causal
+        if hop < group.size - 1:
+            kv = finish_passing(*passing)
+
+
+class RingAttentionFunction(torch.autograd.Function):
+    """In: q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs) of this rank's tokens, split by zigzag
+    over N ranks. Out: (B, nh, S/N, hs), attention over all S tokens for this rank's queries. Sends
+    N-1 messages, each with keys and values."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
+        ctx.chosen = choose_kernel(q, k, v)
+        for hop, kv, queries, _, causal in ring_hops(k, v, group):
+            part, part_lse, rest = kernel(ctx.chosen, q[:, :, queries], *kv, causal)
+            if hop == 0:
+                out = part.to(wide)
+                lse = part_lse
+                ctx.rest = rest  # the same in all hops
+            else:
+                merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+        out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Keys and values go around once more. In each hop this rank computes one term of their
+        gradient, from its own queries. The sum of the terms follows its keys around the ring, one
+        hop behind. Three ranks, as rank 0 sees them:
+
+            hop   has the keys of   receives the sum so far   adds    sends the sum
+            0     rank 0            -                         -       -  (keeps its own term)
+            1     rank 2            - (starts one)            a term  to rank 1
+            2     rank 1            from rank 2               a term  to rank 1
+            end   -                 from rank 2, for rank 0's own keys: adds the term of hop 0
+        """
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.group
+        wide = torch.promote_types(q.dtype, torch.float)
+        # The sum that this rank starts in hop 1, (2, B, n_kv, S/N, hs)
+        grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
+        passing = None  # the message in which the sum of an earlier rank comes
+        for hop, kv, queries, keys, causal in ring_hops(k, v, group):
+            dq, dk, dv = kernel_backward(
+                ctx.chosen, grad[:, :, queries], q[:, :, queries], *kv, out[:, :, queries],
+                lse[:, :, queries], ctx.rest, causal)
+            if hop == 0:
+                grad_q, own_dk, own_dv = dq.to(wide), dk, dv
+            else:
+                if passing:
+                    grad_kv = finish_passing(*passing)
+                grad_q[:, :, queries] += dq
+                grad_kv[0][:, :, keys] += dk
+                grad_kv[1][:, :, keys] += dv
+                passing = start_passing(grad_kv, group)
+        grad_kv = finish_passing(*passing)
+        grad_k, grad_v = grad_kv[0] + own_dk, grad_kv[1] + own_dv
+        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
 
 
 def ring_attention(q, k, v, group):
-    """causal_attention over tokens split by zigzag. A rank starts with its own keys. After N - 1
-    hops, one message each, every query has met all keys.
-
-    In: q, k, v (B, nh, S/N, hs) of this rank's tokens. Out: (B, nh, S/N, hs), attention over all S
-    tokens for this rank's queries.
-
-    Softmax needs the sum over all keys, but a rank sees S/N keys at a time. So keep numerator and
-    denominator of   out = sum(exp(score) v) / sum(exp(score))   apart, and add to both."""
-    N = group.size
-    S = N * q.size(2)
-    positions = zigzag(S, N, group.rank)  # positions of this rank's queries
-    kv = torch.stack([k, v])  # (2, B, nh, S/N, hs); a Llama's have n_kv heads
-    shared_by = q.size(1) // k.size(1)  # heads of q for each head of k and v: 1 in GPT-2
-    # The largest score so far is subtracted from all scores, because exp(score) could overflow
-    largest = q.new_full((*q.shape[:-1], 1), -math.inf)
-    numerator = 0.0  # (B, nh, S/N, hs): sum of exp(score - largest) * value
-    denominator = 0.0  # (B, nh, S/N, 1): sum of exp(score - largest)
-    for hop in range(N):
-        # N = 4, rank 1: after 0 1 2 3 hops it has the keys of ranks 1 0 3 2
-        key_positions = zigzag(S, N, (group.rank - hop) % N)
-        keys, values = kv.repeat_interleave(shared_by, dim=2)  # (B, nh, S/N, hs) each
-        scores = q @ keys.mT / math.sqrt(q.size(-1))  # (B, nh, S/N, S/N)
-        is_later = key_positions > positions.unsqueeze(1)  # (S/N, S/N)
-        scores = scores.masked_fill(is_later, -math.inf)
-        # new_largest cancels in numerator / denominator, so its gradient is 0: detach() it. It is
-        # finite, because each token meets itself first.
-        new_largest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
-        weights = (scores - new_largest).exp()
-        shrink = (largest - new_largest).exp()  # brings the sums so far to the new largest
-        numerator = numerator * shrink + weights @ values
-        denominator = denominator * shrink + weights.sum(-1, keepdim=True)
-        largest = new_largest
-        if hop < N - 1:
-            kv = pass_on(kv, group)
-    return numerator / denominator
+    """causal_attention over tokens split by zigzag: a rank starts with its own keys, and after N-1
+    hops, one message each, every query has met all keys. q, k, v, result: (B, nh, S/N, hs)."""
+    # The kernels read the last dim with stride 1, and give wrong numbers for others
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return RingAttentionFunction.apply(q, k, v, group)
 
 
 # ---- all-to-all (Ulysses): for attention, a rank has all tokens of 1/N of the heads ----
-# all_to_all: the function that sends. engine/context_parallel.py passes its own.
 
 
-def swap(parts, group, all_to_all):
+def swap(parts, group):
     """Send parts[j] to rank j. Returns a list: entry j is from rank j, of the same shape."""
     parts = [part.contiguous() for part in parts]
     received = [torch.empty_like(part) for part in parts]
@@ -103,28 +238,28 @@ def swap(parts, group, all_to_all):
     return received
 
 
-def to_whole_sequences(x, group, all_to_all):
+def to_whole_sequences(x, group):
     """(..., nh, S/N, hs), tokens split by zigzag -> (..., nh/N, S, hs), all tokens in order."""
     # (..., nh/N, S/N, hs) from each rank
-    received = swap(x.chunk(group.size, dim=-3), group, all_to_all)
+    received = swap(x.chunk(group.size, dim=-3), group)
     # Two ranks: segments 0 3 from rank 0, 1 2 from rank 1. early: 0 1, late: 3 2. Result: 0 1 2 3.
     early = [part.chunk(2, dim=-2)[0] for part in received]
     late = [part.chunk(2, dim=-2)[1] for part in received]
     return torch.cat([*early, *reversed(late)], dim=-2)
 
 
-def to_own_tokens(x, group, all_to_all):
+def to_own_tokens(x, group):
     """The way back: (..., nh/N, S, hs) -> (..., nh, S/N, hs)."""
     N = group.size
     segments = x.chunk(2 * N, dim=-2)
     parts = [torch.cat([segments[r], segments[2 * N - 1 - r]], dim=-2) for r in range(N)]
-    return torch.cat(swap(parts, group, all_to_all), dim=-3)
+    return torch.cat(swap(parts, group), dim=-3)
 
 
-def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
+def all_to_all_attention(q, k, v, group):
     """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
-    there = partial(to_whole_sequences, group=group, all_to_all=all_to_all)
-    back = partial(to_own_tokens, group=group, all_to_all=all_to_all)
+    there = partial(to_whole_sequences, group=group)
+    back = partial(to_own_tokens, group=group)
     # q, k and v travel in one message, heads in the order of the ranks that get them. For two ranks
     # q0 k0 v0 q1 k1 v1: q0 are the heads of q that rank 0 gets
     N = group.size
@@ -141,11 +276,11 @@ def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
 KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 
 
-def split_sequences(model, group, kind="ring", kinds=KINDS):
+def split_sequences(model, group, kind="ring"):
     """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
     is also the length of all sequences, is a multiple of 2 N; one of KINDS. After: its attention is
     over the tokens of all ranks, and it knows this rank's positions, which are returned: feed the
-    model ids[:, positions]. kinds: engine/context_parallel.py gives its own.
+    model ids[:, positions].
 
     Like replicas, the ranks see different tokens: tag_whole(model, mesh.group("shard", "ep", "cp"))
     has their gradients summed."""
@@ -154,5 +289,5 @@ def split_sequences(model, group, kind="ring", kinds=KINDS):
         module.positions = lambda x: positions
     if group.size > 1:
         for block in model.layers[1:-1]:
-            block.attn.attend = partial(kinds[kind], group=group)
+            block.attn.attend = partial(KINDS[kind], group=group)
     return positions

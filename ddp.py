@@ -4,136 +4,228 @@ Split: the batch. Replicated: weights, gradients, optimizer states. Sent per ran
 2 (D-1)/D Psi elements for Psi parameters, whatever the number of microbatches.
 
 No average is taken. The loss was divided by the number of tokens in the whole batch before
-backward, so the sum of the ranks' gradients is the gradient of the whole batch. PyTorch
+backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
+are one message, and it travels while backward computes those of the layer before. PyTorch
 Distributed, arXiv 2006.15704.
 
-    python -m extras.show ddp                  a small GPT on 4 ranks
-    torchrun train.py --dp 2       train.py on 2 ranks
+    backward   | head | block 3 | block 2 | block 1 | embedding |
+    messages          | head    | block 3 | block 2 | block 1   | embedding |
 
-For a model of your own: DDP(model, replicas), three lines of a loop (docs/your-own-model.md).
+    torchrun train.py --dp 2        python -m extras.show ddp: a small GPT on 4 ranks
 """
 
 import torch
 
-from collectives import all_reduce, broadcast
-from group import Group
-from shard import Tag
+from collectives import all_reduce
 
 
-def parameters_of(stages):
-    """The parameters of some stages, {stage: [layers]}, each once: two layers may share one (the
-    tied embedding)."""
-    return list(dict.fromkeys(param for layers in stages.values() for layer in layers
-                              for param in layer.parameters()))
+class Flat:
+    """Parameters side by side in one tensor, of which they are views: those of a layer that have
+    the same groups to sum gradients over. So a message carries a layer. (A weight that two layers
+    share, and the experts of a layer, are Flats of their own.) The tensor is padded to a multiple
+    of D, and ZeRO (zero.py) cuts it into D chunks, one for each replica.
+
+    D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5:
+
+        |c_attn . . . . . . . . . . . |c_proj . . |LayerNorm . . |padding|
+        |chunk 0, of replica 0       |chunk 1, of replica 1              |
+
+    Here each parameter gets its memory and its value: train.py makes the model on the meta device,
+    where tensors have shapes only."""
+
+    def __init__(self, params, value, dtype, device):
+        """value(tag): the initial value of the parameter with this tag, on the CPU."""
+        self.params = params
+        self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
+        self.group, *self.others = params[0].tag.sum_over  # the replicas; then further groups
+        self.starts = {}  # parameter -> where it begins
+        numel = 0
+        for param in params:
+            self.starts[param] = numel
+            numel += param.numel()
+        numel += -numel % self.group.size
+        self.weights = torch.zeros(numel, dtype=dtype, device=device)
+        self.grads = None  # their gradients, arranged like the weights
+        self.missing = 0  # gradients that the current backward has yet to compute
+        for param in params:
+            view = self.view(self.weights, param)
+            view.copy_(value(param.tag))
+            # .data: a tensor with a version counter of its own, so that ZeRO-3 may refill the Flat
+            # between forward and backward without an error of autograd
+            real = torch.nn.Parameter(view.data, param.requires_grad)
+            real.tag = param.tag
+            # Exchanges the contents: `param`, the object to which layers refer, becomes `real`
+            torch.utils.swap_tensors(param, real)
+
+    def view(self, tensor, param):
+        """The part of a tensor, arranged like the weights, that belongs to a parameter."""
+        return tensor.narrow(0, self.starts[param], param.numel()).view(param.shape)
+
+    def pieces(self, part, begin):
+        """[(tag, start, values)] of each parameter: its piece in `part`, the elements of weights or
+        gradients from index `begin` on. The piece begins at element `start` of the parameter; it is
+        empty if the part has nothing of this parameter, so that all replicas list the same."""
+        found = []
+        for param, first in self.starts.items():
+            low = max(first, begin)
+            high = min(first + param.numel(), begin + part.numel())
+            if low < high:
+                found.append((param.tag, low - first, part[low - begin : high - begin]))
+            else:
+                found.append((param.tag, 0, part[:0]))
+        return found
+
+    def slices(self):
+        """Yields (tag, a copy of the whole slice) of each parameter."""
+        for param in self.params:
+            yield param.tag, param.detach().clone()
 
 
-def give_values(param, values):
-    """Give values to a parameter of the meta device, which has only a shape and a tag."""
-    real = torch.nn.Parameter(values, param.requires_grad)
-    real.tag = param.tag
-    # Exchanges the contents: `param`, the object that layers refer to, becomes `real`, tag included
-    torch.utils.swap_tensors(param, real)
-
-
-def as_stages(model, replicas):
-    """What a reducer is given, as {stage: [layers]}. From train.py it is that already, with tags. A
-    model of your own, a module or a list of layers, comes with its replicas: all get the parameters
-    of the first (each keeps its own buffers), and tags that say: whole, to be summed over
-    `replicas`."""
-    if replicas is None and isinstance(model, dict):
-        return model
-    if not isinstance(replicas, Group):
-        raise TypeError("a model of your own needs the group of its replicas, "
-                        'Mesh(dp=number of ranks).group("dp"), as the second argument')
-    layers = [model] if isinstance(model, torch.nn.Module) else model
-    for name, param in torch.nn.ModuleList(layers).named_parameters():
-        param.data = param.data.contiguous()  # in another order (channels_last) no chunk is a view
-        broadcast(param.data, replicas)
-        name = name.removeprefix("0.") if layers is not model else name
-        rows = param.size(0) if param.dim() else 1
-        param.tag = Tag(name, param.shape, 0, ((0, rows),), sum_over=(replicas,))
-    return {0: layers}
-
-
-def take_gradient(param):
-    """Returns a parameter's gradient, and clears param.grad for the next step. Zeros if no layer
-    has used the parameter, because another replica may have."""
-    grad, param.grad = param.grad, None
-    return torch.zeros_like(param) if grad is None else grad
-
-
-def used_by_any(used, replicas):
-    """[is it used by any replica]. used: for each parameter, does this replica use it? replicas:
-    None: the model is train.py's, every rank uses every parameter, and nothing is sent."""
-    if replicas is None:
-        return [True] * len(used)
-    used = torch.tensor(used, dtype=torch.float, device=replicas.device)
-    return (all_reduce(used, replicas) > 0).tolist()
+def flats_of(stages, value, dtype, device):
+    """Lay the parameters of some stages, {stage: [layers]}, into Flats. Yields (stage, Flat), those
+    of a stage in the order in which backward completes them."""
+    users = {}  # parameter -> the layers that use it, (stage, index), in the order of forward
+    for stage, layers in stages.items():
+        for i, layer in enumerate(layers):
+            for param in layer.parameters():
+                users.setdefault(param, []).append((stage, i))
+    alike = {}  # what the parameters of a Flat have in common -> these parameters
+    for param, where in users.items():
+        key = (tuple(where), param.tag.sum_over, param.requires_grad)
+        alike.setdefault(key, []).append(param)
+    for (where, *_), params in reversed(alike.items()):
+        stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
+        yield stage, Flat(params, value, dtype, device)
 
 
 class DDP:
     """Sums gradients over the replicas.
 
-    In, from train.py: this rank's pipeline stages, {stage: [layers]}, whose parameters are tagged
-    (shard.py). value(tag): this rank's slice of the initial value of the parameter with this tag.
-    None: the parameters have their values already, the same on all replicas.
-    In, from you: any module, or a list of layers; and the group of replicas.
-    ZeRO (zero.py) shards what is replicated here. All four classes have the same members:
+    In: this rank's pipeline stages, {stage: [layers]}, whose parameters are tagged (shard.py).
+    value(tag): this rank's slice of the initial value of the parameter with this tag. background:
+    runs messages while backward goes on (transport/background.py). ZeRO (zero.py) shards what is
+    replicated here. All four classes have the same members:
 
-        weights        what this rank's optimizer steps, in place: whole parameters (ZeRO: chunks)
-        tags           the tag of each of `weights`
-        expect()       before each backward of a stage. last: the stage's last one in this step
-                       (during which engine/ddp.py starts to send gradients)
+        weights        what this rank's optimizer steps, in place: a tensor per parameter, the whole
+                       of it (ZeRO: the piece of it in this rank's chunk)
+        tags, starts   the tag of each of `weights`, and the index in the tag's slice at which it
+                       starts
+        frozen         (weights, tag, start) of parameters that are not trained
+        expect()       before a backward of a stage. last: the stage's last one in this step
+        complete()     in place of expect(), after a backward that was cut in two (pipeline.py)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
-                       over the ranks that the tag names. Clears the gradients for the next step.
-                       None for a parameter of your model that no replica has used in this step
+                       over the ranks that the tag names. Clears the gradients for the next step
         publish()      after the optimizer's step: sends new weights where the next forward needs
-                       them on every rank (ZeRO-1, 2; ZeRO-3 gathers them in forward)
-        sharded        True under ZeRO: each replica's optimizer steps different parts. Read for
-                       the global norm (optimizer.py) and for checkpoints
+                       them on every rank
+        sharded        True under ZeRO: each replica's optimizer steps different pieces
     """
 
     sharded = False
+    every_microbatch = False  # True: reduce each microbatch's gradients. False: their sum, at last
 
-    def __init__(self, model, replicas=None, value=None):
-        self.replicas = replicas
-        every = parameters_of(as_stages(model, replicas))
-        if value:
-            for param in every:
-                give_values(param, value(param.tag))
-        self.params = [param for param in every if param.requires_grad]
-        self.weights = [param.data for param in self.params]
-        self.tags = [param.tag for param in self.params]
-        # For checkpoints: where each of `weights` starts in the slice that its tag describes; and
-        # (weights, tag, start) of parameters that are not trained
-        self.starts = [0] * len(self.params)
-        self.frozen = [(param.data, param.tag, 0) for param in every if not param.requires_grad]
+    def __init__(self, stages, value, dtype, device, background):
+        self.background = background
+        # {stage: its trained Flats, in the order in which backward completes them}
+        self.flats = {stage: [] for stage in stages}
+        self.frozen_flats = []
+        held = {}  # Flat -> the pieces of its weights that this rank holds
+        for stage, flat in flats_of(stages, value, dtype, device):
+            (self.flats[stage] if flat.trained else self.frozen_flats).append(flat)
+            held[flat] = self.held(flat)  # now, so that ZeRO-3 never has two whole ones
+        self.trained = [flat for stage in stages for flat in self.flats[stage]]
+        self.home = {param: flat for flat in self.trained + self.frozen_flats
+                     for param in flat.params}  # parameter -> its Flat
+        self.queue = []  # Flats whose messages the current backward is to start, in this order
+        self.reductions = {}  # Flat -> a function that waits until its gradients are summed
+        for flat in self.trained:
+            for param in flat.params:
+                param.register_post_accumulate_grad_hook(self.grad_added)
+        pieces = [piece for flat in self.trained for piece in held[flat]]
+        self.tags = [tag for tag, _, _ in pieces]
+        self.starts = [start for _, start, _ in pieces]
+        self.weights = [weights for _, _, weights in pieces]
+        self.frozen = [(weights, tag, start) for flat in self.frozen_flats
+                       for tag, start, weights in held[flat]]
+
+    def held(self, flat):
+        """The pieces of a Flat's weights that this rank steps: all. Called once."""
+        return flat.pieces(flat.weights, 0)
 
     def expect(self, stage, last):
-        """Nothing to prepare: gradients stay in param.grad until the last backward is over."""
+        if last or self.every_microbatch:
+            self.start_rest()
+            self.queue = [*self.flats[stage]]
+            for flat in self.queue:
+                flat.missing = len(flat.params)
+
+    def complete(self, stage, last):
+        self.expect(stage, last)
+        self.start_rest()
+
+    def grad_added(self, param):
+        """Called by autograd when param.grad is complete, once in each backward. (A tied weight's
+        is, when both of its users have added to it.)"""
+        flat = self.home[param]
+        # Under ZeRO-2 a gradient that comes before its turn, from the first half of a backward that
+        # is cut in two, stays in param.grad
+        if flat in self.queue or not self.every_microbatch:
+            self.collect(param, flat)
+        flat.missing -= 1
+        # In the order of the queue, which is the same on all replicas: else two replicas would wait
+        # for each other forever
+        while self.queue and self.queue[0].missing == 0:
+            self.start(self.queue.pop(0))
+
+    def start_rest(self):
+        """Start the messages of the Flats that lack a gradient: a missing one counts as zeros."""
+        while self.queue:
+            self.start(self.queue.pop(0))
+
+    def collect(self, param, flat):
+        """Move a gradient into its Flat. A step's first backward makes a new param.grad: copy it,
+        and let param.grad be a view of the Flat, to which the other microbatches add."""
+        if flat.grads is None:
+            flat.grads = torch.empty_like(flat.weights)
+        view = flat.view(flat.grads, param)
+        if param.grad is None:
+            view.zero_()
+        elif param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+        param.grad = view
+
+    def start(self, flat):
+        """Start to sum the gradients of a Flat over the replicas."""
+        for param in flat.params:
+            self.collect(param, flat)
+        self.reductions[flat] = self.background.start(self.reduce, flat)
+
+    def reduce(self, flat):
+        all_reduce(flat.grads, flat.group)
+
+    def reduced(self, flat):
+        """Wait until a Flat's gradients are summed over the replicas. Returns (this rank's part of
+        them, where it begins)."""
+        self.reductions.pop(flat)()
+        return flat.grads, 0
 
     def gradients(self):
-        return [self.summed(param) if used else None
-                for param, used in zip(self.params, self.used(), strict=True)]
-
-    def used(self):
-        """For each parameter: has any replica used it since the last call of gradients()?"""
-        return used_by_any([param.grad is not None for param in self.params], self.replicas)
-
-    def summed(self, param):
-        grad = take_gradient(param)
-        for group in param.tag.sum_over:  # the replicas, then other ranks with terms of the sum
-            all_reduce(grad, group)
-        return grad
+        self.start_rest()
+        found = []
+        for flat in self.trained:
+            part, begin = self.reduced(flat)
+            for group in flat.others:
+                all_reduce(part, group)
+            found += [values for _, _, values in flat.pieces(part, begin)]
+            flat.grads = None  # the caller's pieces keep it, until the next step's forward
+            for param in flat.params:
+                param.grad = None
+        return found
 
     def publish(self):
         """Nothing to send: every rank has stepped every weight, with the same gradients."""
 
-    # For checkpoints, tests and the final comparison of the replicas
-
     def whole(self):
-        """Yields (tag, this rank's whole slice) of every parameter. Collective in ZeRO3."""
-        for param in self.params:
-            yield param.tag, param.data
-        for weights, tag, _ in self.frozen:
-            yield tag, weights
+        """Yields (tag, this rank's whole slice) of every parameter, for tests and for the final
+        comparison of the replicas. Collective under ZeRO-3."""
+        for flat in self.trained + self.frozen_flats:
+            yield from flat.slices()

@@ -1,19 +1,32 @@
-"""Mixture of experts in plain PyTorch: a GPT whose blocks have a router and experts instead of
-an MLP. Nothing here is parallel: expert_parallel.py spreads the experts over ranks.
+"""Mixture of experts: a GPT whose blocks have a router and experts instead of an MLP. And expert
+parallelism, the last third of this file: E data-parallel ranks share the experts of each block.
 
 The router scores all experts for each token; the token runs through the k with the highest scores,
 and their outputs are summed, weighted by k gates (the softmax of those scores). An expert is 1/k as
 wide as the MLP, so a layer has n_experts / k times the MLP's parameters at the MLP's FLOPs.
 Dropless: an expert runs all tokens that choose it. Shazeer et al., arXiv 1701.06538; Switch
 Transformer, arXiv 2101.03961.
+
+Expert parallelism, GShard, arXiv 2006.16668. Split: rank e of E has n = n_experts / E experts, from
+expert e n on; their gradients are summed over the D/E ranks with the same experts. Replicated: the
+router. Dispatch: an all-to-all sends each token to the ranks of its experts. Combine: another one
+brings the outputs back. Sent per rank, layer and microbatch if the experts are even:
+k B S C (E-1)/E elements for k experts per token, as many back, and in backward the same two again.
+
+    torchrun train.py --experts 8 --ep 4        python -m extras.show expert_parallel: on 4 ranks
 """
+
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from collectives import WithBackward, all_reduce, all_to_all
 from llama import Llama, swiglu
 from model import GPT
+from shard import take_slice
 from sizes import LlamaConfig
 
 
@@ -81,8 +94,8 @@ class Router(nn.Linear):
 
 
 class MixtureOfExperts(nn.Module):
-    """Replaces a block's MLP. expert_parallel.py replaces two methods: run_experts, where experts
-    are on several ranks, and sum_counts, where ranks share a sequence."""
+    """Replaces a block's MLP. spread_experts replaces two methods: run_experts, where experts are
+    on several ranks, and sum_counts, where ranks share a sequence."""
 
     def __init__(self, config):
         super().__init__()
@@ -170,3 +183,103 @@ def kind_of(config):
     if isinstance(config, LlamaConfig):
         return MixtureLlama if config.n_experts else Llama
     return MixtureGPT if config.n_experts else GPT
+
+
+# ---- expert parallelism ----
+
+
+def send_rows(x, sent, received, group):
+    """Send rows of x (rows, C): the first sent[0] rows to rank 0, the next sent[1] to rank 1, ...
+    Returns (sum(received), C): received[0] rows from rank 0, then received[1] from rank 1, ...
+    Backward: the gradients of the rows are sent back, so the two lists change places."""
+    def move(x, out, into):  # out[j] rows go to rank j, into[j] rows come from rank j
+        rows = x.new_empty((sum(into), x.size(1)))
+        all_to_all(rows.split(into), x.contiguous().split(out), group)
+        return rows
+
+    return WithBackward.apply(x, lambda x: move(x, sent, received),
+                              lambda grad: move(grad, received, sent))
+
+
+def run_by_expert(experts, rows, counts):
+    """Run rows that came from E ranks on this rank's n experts. counts (E, n), on the CPU: how many
+    rows came from each rank for each expert. The rows are sorted by rank, then by expert. Returns
+    the outputs, in the order of the rows."""
+    E, n = counts.shape
+    # E = 2, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
+    expert = torch.arange(n).repeat(E).repeat_interleave(counts.flatten())
+    order = expert.argsort(stable=True).to(rows.device)  # 0 2 3 1: sorted by expert, then by rank
+    outputs = torch.cat(experts(rows[order].split(counts.sum(0).tolist())))
+    return outputs[order.argsort()]  # back to the order of the rows
+
+
+def dispatch_and_combine(x, gates, chosen, experts, group):
+    """MixtureOfExperts.run_experts where each of the group's E ranks has n experts; `experts`: this
+    rank's. x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts. Returns
+    (B, S, C)."""
+    tokens = x.flatten(0, 1)  # (B * S, C)
+    k = chosen.size(-1)
+    # An assignment is a token and one of its k experts: assignment a is of token a // k.
+    # Sorted by expert, and so by rank: rank 0 has the first n experts, rank 1 the next n.
+    chosen = chosen.flatten()  # (B * S * k,)
+    order = chosen.argsort(stable=True)
+    # (E, n) each. to_send[r, i]: how many rows go to expert i of rank r; to_run[r, i]: how many
+    # rows come from rank r for expert i of this rank
+    n = experts.c_fc.weight.size(0)
+    to_send = torch.zeros(group.size * n, dtype=torch.long, device=x.device)
+    to_send.scatter_add_(0, chosen, torch.ones_like(chosen))
+    counts = torch.stack([to_send, torch.empty_like(to_send)]).view(2, group.size, n)
+    all_to_all(list(counts[1]), list(counts[0]), group)
+    to_send, to_run = torch.tensor(group.read(counts))  # the layer's one wait for the device
+    sent = to_send.sum(1).tolist()
+    received = to_run.sum(1).tolist()
+
+    rows = send_rows(tokens[order // k], sent, received, group)  # dispatch
+    outputs = run_by_expert(experts, rows, to_run)
+    outputs = send_rows(outputs, received, sent, group)  # back to the tokens' rank
+    # combine: add up the outputs of a token's k experts, each times its gate
+    y = torch.zeros_like(tokens)
+    y.index_add_(0, order // k, gates.flatten()[order].unsqueeze(1) * outputs)
+    return y.view_as(x)
+
+
+def spread_experts(model, mesh, sp=False):
+    """Give each rank its experts: those of a block are shared by the E ranks of the axis ep and,
+    under sp, where tensor ranks have different tokens, by the T ranks of the axis tp as well.
+
+    In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by split_matrices, which
+    leaves experts whole.
+    After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
+    to be summed over the ranks that hold the same experts.
+
+    Without sp each of T tensor ranks has all tokens, and all experts of its place on the axis ep: T
+    ranks repeat the same work."""
+    group = mesh.group("ep", "tp") if sp else mesh.group("ep")
+    same_experts = mesh.group("shard", "cp")
+    share_sequences = [mesh.group("cp"), *([mesh.group("tp")] if sp else [])]
+
+    def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
+        for ranks in share_sequences:
+            all_reduce(counts, ranks)
+        return counts
+
+    for block in model.layers[1:-1]:
+        layer = block.mlp
+        n, rest = divmod(layer.n_experts, group.size)
+        if rest:
+            raise ValueError(f"--experts {layer.n_experts} must be a multiple of {group.size}, the "
+                             "ranks that share them")
+        own = (group.rank * n, (group.rank + 1) * n)
+        for stack in (layer.experts.c_fc, layer.experts.c_proj):
+            for name, full in list(stack.named_parameters()):
+                # Groups of replicas that hold the same shard (--shard); and, without sp, the tensor
+                # ranks, which hold the same experts
+                others = [ranks for ranks in full.tag.shared_by
+                          if not (sp and ranks is mesh.group("tp"))]
+                sums = [ranks for ranks in full.tag.sum_over[1:] if ranks in others]
+                tag = replace(full.tag, ranges=(own,), shared_by=(*others,),
+                              sum_over=(same_experts, *sums))
+                setattr(stack, name, take_slice(full, tag))
+        if group.size > 1:
+            layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
+        layer.sum_counts = sum_counts

@@ -29,7 +29,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from group import Group
+from collectives import Group, naming
+from transport import shared_memory
+from transport.background import Background
+from transport.gloo import Gloo
+from transport.nccl import Nccl
 
 DATA = ("rep", "shard", "ep")  # the axes of the data ranks
 
@@ -54,8 +58,8 @@ def connection_options(device, timeout):
     share. timeout: seconds. On GPUs NCCL carries the messages."""
     if device.type != "cuda":
         return {"timeout": timedelta(seconds=timeout)}
-    # Twice: our own check (start_read in engine/nccl_group.py) is to fire first; at this limit
-    # NCCL's watchdog kills the process
+    # Twice: our own check (start_read in transport/nccl.py) is to fire first; at this limit NCCL's
+    # watchdog kills the process
     limit = timedelta(seconds=2 * timeout)
     # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait
     # behind the matrix products that the GPU already has to do, whatever the priority of the stream
@@ -69,23 +73,27 @@ class Mesh:
     """The world's ranks on named axes: Mesh(dp=2, pp=2, tp=2). A group is made when it is first
     asked for, by all ranks together: ask in the same order on all."""
 
-    group_class = Group
-
-    def __init__(self, device="cpu", timeout=600, dp=1, pp=1, cp=1, tp=1, ep=1, shard=0):
+    def __init__(self, device="cpu", timeout=600, native=False, transport="auto", dp=1, pp=1, cp=1,
+                 tp=1, ep=1, shard=0):
         """The sizes are train.py's flags; shard=0: ZeRO shards over all data ranks. timeout:
-        seconds to wait for another rank."""
+        seconds to wait for another rank. native: collectives are torch's own. transport: "auto",
+        shared memory between ranks of one machine; "gloo": gloo between all."""
         self.device = torch.device(device)
         self.timeout = timeout
+        self.native = native
+        self.transport = transport
         shard = shard or dp
         sizes = {"rep": dp // shard, "shard": shard // ep, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
         self.sizes = sizes  # the outermost axis first
-        # One process needs no communicator (torch's ProcessGroup, which carries the messages)
+        # One process needs no communicator (torch's ProcessGroup, which connects some ranks)
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         world = 1 if alone else dist.get_world_size()
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
         self.groups = {}  # groups made so far, by name
         self.world = self.join("world", [list(range(world))])
+        # Runs what is to go on while the rank computes (ddp.py, zero.py)
+        self.background = Background(self.device)
 
     def group(self, *axes):
         """This rank's group along these axes. It has a communicator of its own, so its messages do
@@ -108,18 +116,35 @@ class Mesh:
         makes the communicators of all rows, also of those it is not in, because torch demands
         that."""
         if name not in self.groups:
-            mine = self.group_class(self, name, [self.rank], 0)  # alone, if no row has this rank
+            mine = Group(name, self.device, [self.rank], 0)  # alone, if no row has this rank
             for ranks in rows:
-                communicator = self.communicator(name, ranks) if len(ranks) > 1 else None
-                if self.rank in ranks:
-                    mine = self.group_class(self, name, ranks, ranks.index(self.rank), communicator)
+                if len(ranks) > 1:
+                    with naming(f"rank {self.rank}: joining group {name}"):
+                        # NCCL sends to higher and to lower ranks on two (transport/nccl.py)
+                        ways = 2 if self.device.type == "cuda" else 1
+                        communicators = [self.communicator(ranks) for _ in range(ways)]
+                        if self.rank in ranks:
+                            mine = self.connect(name, ranks, communicators)
             self.groups[name] = mine
         return self.groups[name]
 
-    def communicator(self, name, ranks):
+    def communicator(self, ranks):
         """Returns a new ProcessGroup of torch. All ranks of the world call this, in the same order.
         """
         return dist.new_group(ranks, **connection_options(self.device, self.timeout))
+
+    def connect(self, name, ranks, communicators):
+        """This rank's group of these ranks, with what carries its messages. All of them call."""
+        rank = ranks.index(self.rank)
+        if self.device.type == "cuda":
+            carrier = Nccl(*communicators, rank, self.timeout)
+        else:
+            carrier = Gloo(*communicators)
+            if self.transport == "auto":
+                links = shared_memory.connect(communicators[0], rank, self.timeout)
+                carrier = shared_memory.SharedMemory(links, carrier, self.timeout)
+        native = communicators[0] if self.native else None
+        return Group(name, self.device, ranks, rank, carrier, native)
 
 
 def grid(sizes):

@@ -9,10 +9,10 @@ C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
     parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C           (arXiv 2104.04473)
     FLOPs per token, forward and backward = 6 Psi + 12 L C S              (arXiv 2204.02311)
 
-A technique that splits the model replaces matrices of these layers, and three methods:
-Embedding.positions (a rank has only some tokens), Attention.attend (tokens are on several ranks),
-Head.loss (a rank has only some words). `parts`: sizes of the matrices that lie in one tensor;
-tensor parallelism splits each of them. experts.py has GPTs with experts, llama.py a Llama.
+A technique that splits the model replaces matrices of these layers, the head (a rank has only some
+words), and two methods: Embedding.positions (a rank has only some tokens) and Attention.attend
+(tokens are on several ranks). `parts`: sizes of the matrices that lie in one tensor; tensor
+parallelism splits each of them. experts.py has GPTs with experts, llama.py a Llama.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def embedding(n, width):
@@ -30,7 +31,7 @@ def embedding(n, width):
 
 
 class Embedding(nn.Module):
-    read_in_backward = ()  # backward reads none of these weights (engine/zero.py)
+    backward_reads_weights = False  # ZeRO-3 (zero.py) need not gather them for backward
 
     def __init__(self, config):
         super().__init__()
@@ -48,8 +49,8 @@ class Embedding(nn.Module):
 def causal_attention(q, k, v):
     """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs). In
     sample.py q may be the last token alone, which sees all keys. In llama.py k and v have fewer
-    heads, each for several heads of q. The same formula for tokens on several ranks:
-    ring_attention in context_parallel.py, and in engine/context_parallel.py."""
+    heads, each for several heads of q. The same for tokens on
+    several ranks: ring_attention in context_parallel.py."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
 
 
@@ -84,6 +85,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    # Activation checkpointing: backward runs the block once more instead of keeping what it has
+    # computed. Held for backward: the block's input, B S C elements, instead of some 16 times as
+    # much. Paid: a third more FLOPs per step, and the forward's messages once more. Chen et al.,
+    # arXiv 1604.06174
+    recompute = False  # set by train.py (--recompute)
+
     def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -92,6 +99,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x):  # (B, S, C)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.compute, x, use_reentrant=False, preserve_rng_state=False)
+        return self.compute(x)
+
+    def compute(self, x):  # (B, S, C)
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 

@@ -1,119 +1,171 @@
-"""Pipeline parallelism: cut the list of layers into stages, one per rank, and the batch into
-microbatches, which flow through the stages as on an assembly line.
+"""Pipeline parallelism: cut the list of layers into stages, one or several per rank, and the batch
+into microbatches, which flow through the stages as on an assembly line.
 
 Split: the layers; all ranks work at once, each on a different microbatch. Sent, per microbatch and
 boundary between two ranks: the activation forward, its gradient backward, B S C elements each.
 Held: 1/P of the layers, and the saved activations of microbatches in flight (forward done, backward
-not yet): all m under GPipe, at most P - rank under 1F1B. (Here also the gradients that were sent,
-until the step ends.)
+not yet): all m under GPipe, at most P - rank under 1F1B. (gloo and NCCL also hold what was sent,
+until the step ends; shared memory does not.)
 
 The price is the bubble: while the pipeline fills and drains, ranks idle, (P-1)/(m+P-1) of the time
-for P ranks and m microbatches. GPipe, arXiv 1811.06965; 1F1B, PipeDream 1806.03377.
+for P ranks and m microbatches. This file runs the lists of schedules.py: GPipe, arXiv 1811.06965;
+1F1B, PipeDream 1806.03377; interleaved, 2104.04473; zero bubble, 2401.10241.
 
-    python -m extras.show pipeline        both on 4 ranks
+    torchrun train.py --pp 2        python -m extras.show pipeline: on 4 ranks
 """
 
 from collections import deque
 
 import torch
 
+from collectives import wait_all
 from experts import balance_loss
-from group import Work, wait_all
-from schedules import SCHEDULES
+from schedules import DIRECTION, make_schedule, placement, transfers
+
+
+def incoming(lists, where, rank):
+    """{other rank: the tensors that it sends to this rank, in the order in which it sends them}. A
+    tensor is named (data, stage that needs it, microbatch); data: "F", an activation, or "B", a
+    gradient."""
+    found = {other: deque() for other in range(len(lists))}
+    for other, actions in enumerate(lists):
+        for action in actions:
+            for _, receive in [pair for pair in [transfers(action, where)] if pair]:
+                if where[receive.stage] == rank:
+                    found[other].append((receive.kind[1], receive.stage, receive.microbatch))
+    return found
 
 
 class Pipeline:
-    """Runs this rank's stage, {number: [layers]}, on the microbatches of a step.
+    """Runs this rank's stages, {number: [layers]}, on the microbatches of a step.
 
-    group: the ranks of the pipeline, one for each stage. From cfg: the schedule, the number of
-    microbatches, and the tokens of a whole batch (of all replicas), by which the loss is divided.
-    shape, dtype: those of an activation, (B, S, C).
+    group: the ranks of the pipeline. From cfg: the schedule, the number of microbatches, and the
+    tokens of a whole batch (of all replicas), by which the loss is divided. shape, dtype: those of
+    an activation, (B, S, C). deferred: the list in which tensor_parallel.py leaves the weight
+    gradients of a backward that is cut in two. scale: the factor of the loss, a tensor
+    (optimizer.LossScale).
 
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward. GPipe runs
     F0 F1 F2 F3 F4 F5, then B0 B1 B2 B3 B4 B5. 1F1B: warm up F0 F1, steady state F2 B0 F3 B1 F4 B2
-    F5 B3, cool down B4 B5.
+    F5 B3, cool down B4 B5. Zero bubble runs I and W for B: the gradient of the stage's input, for
+    which the rank before waits, now; the gradients of its matrices later.
     """
 
-    def __init__(self, stages, group, cfg, shape, dtype):
-        [(self.stage, self.layers)] = stages.items()  # one stage per rank
+    def __init__(self, stages, group, cfg, shape, dtype, deferred, scale):
+        self.stages = stages
         self.group = group
-        self.is_first = group.rank == 0
-        self.is_last = group.rank == group.size - 1
-        self.shape = shape
-        self.dtype = dtype
+        self.shape, self.dtype = shape, dtype
+        self.deferred = deferred
+        self.scale = scale
         self.tokens = cfg.batch_size * cfg.block_size
-        # "F", a forward, and "B", a backward, in their order
-        self.order = SCHEDULES[cfg.schedule].actions(group.size, cfg.microbatches, 1, group.rank)
-
-    def receive(self, source):
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
-        self.group.recv(tensor, source).wait()
-        return tensor
-
-    def forward(self, ids, targets):
-        """Returns (input, outputs for backward, pending send) of a microbatch."""
-        # (B, S) token ids on the first rank; else (B, S, C), and backward computes its gradient
-        x = ids if self.is_first else self.receive(self.group.rank - 1).requires_grad_()
-        *before, last = self.layers
-        y = x
-        for layer in before:
-            y = layer(y)
-        if self.is_last:  # `last` is the model's head, which returns the loss
-            y = last(y, targets) / self.tokens
-        else:
-            y = last(y)
-        outputs = [y]  # last rank: this microbatch's part of the loss per token; else (B, S, C)
-        balance = balance_loss(self.layers)  # that of this stage's experts
-        if balance is not None:
-            outputs.append(balance / self.tokens)
-        if self.is_last:
-            return x, outputs, Work()
-        return x, outputs, self.group.send(y.detach().contiguous(), self.group.rank + 1)
-
-    def backward(self, x, outputs, send):
-        """Backward of a microbatch, given what forward() returned. Returns x, with its gradient."""
-        grads = [None] * len(outputs)  # autograd takes None as 1, the gradient of a loss
-        if not self.is_last:
-            grads[0] = self.receive(self.group.rank + 1)  # (B, S, C)
-            send.wait()  # returns at once: the gradient came back, so the output has arrived
-        if outputs[0].requires_grad:  # else nothing up to here is trained
-            torch.autograd.backward(outputs, grads)
-        return x
+        self.where = placement(cfg.schedule, group.size, cfg.chunks)  # the rank of each stage
+        self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches, cfg.chunks)
+        # In a validation only the forwards run
+        self.forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
+        # {stage: the action that completes its gradients, the last B or W}
+        self.last = {a.stage: a for a in self.lists[group.rank] if a.kind in ("B", "W")}
+        # (data, stage, microbatch) -> a tensor that has come and is not needed yet
+        self.arrived = {}
+        self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
+        self.weight_work = {}  # (stage, microbatch) -> deferred weight gradients, from I to W
+        self.sends = []  # Works
 
     def run(self, batches, reducer=None):
         """Forward and backward of all microbatches of a step; without a reducer forward only.
 
         In: the (ids, targets) of each microbatch of this replica, the same on all ranks of the
-        group; the reducer of this rank's gradients (ddp.py), which is told of each backward before
-        it runs.
-        Out: the reducer can give the gradients. Returns this replica's part of the loss per token,
-        without the balance loss, on the last rank, 0 on all others: a float64 tensor.
+        group; the reducer of this rank's gradients (ddp.py).
+        Out: the reducer can give the gradients. Returns this rank's part of the loss per token,
+        without the balance loss, 0 without the last stage: a float64 tensor.
         """
-        to_forward = deque(batches)
-        in_flight = deque()  # what forward() returned for microbatches without a backward yet
-        # Pending sends of gradients. A send of gloo completes only when its receive is posted: if
-        # each rank waited for each send at once, two ranks that send to each other would deadlock.
-        # A pending send keeps its tensor alive, so these take memory until the step ends
-        grad_sends = []
+        lists = self.lists if reducer else self.forwards
+        self.incoming = incoming(lists, self.where, self.group.rank)
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
-        num_backwards = 0
-        with torch.set_grad_enabled(reducer is not None):
-            for action in self.order:
-                if action == "F":
-                    x, outputs, send = self.forward(*to_forward.popleft())
-                    in_flight.append((x, outputs, send))
-                    if self.is_last:
-                        loss += outputs[0].detach()
-                elif reducer is not None:
-                    num_backwards += 1
-                    reducer.expect(self.stage, last=num_backwards == len(batches))
-                    x = self.backward(*in_flight.popleft())  # the oldest microbatch in flight
-                    if not self.is_first:
-                        grad_sends.append(self.group.send(x.grad, self.group.rank - 1))
-        # Only in validation: in training each backward has waited for its microbatch's send
-        wait_all([send for _, _, send in in_flight])
-        wait_all(grad_sends)
+        for action in lists[self.group.rank]:
+            kind, stage, k = action
+            last = action == self.last[stage]
+            if kind == "F":
+                with torch.set_grad_enabled(reducer is not None):
+                    loss += self.forward(stage, k, *batches[k])
+            elif kind == "B" and self.deferred is None:
+                reducer.expect(stage, last)
+                self.backward(stage, k)
+            else:  # a backward that is cut in two; a B among such ones runs both parts
+                if kind in ("I", "B"):
+                    self.backward(stage, k)
+                    self.weight_work[stage, k] = [*self.deferred]
+                    self.deferred.clear()
+                if kind in ("W", "B"):
+                    self.add_weight_gradients(stage, k)
+                    reducer.complete(stage, last)
+        # gloo completes a send only when its receive is posted: if each rank waited for each send
+        # at once, two ranks that send to each other would wait forever
+        wait_all(self.sends)
+        self.sends.clear()
         return loss
+
+    def forward(self, stage, k, ids, targets):
+        """F. Returns the loss per token, 0 without the last stage."""
+        # (B, S) token ids on the first stage; else (B, S, C), and backward computes its gradient
+        x = ids if stage == 0 else self.take("F", stage, k).requires_grad_(torch.is_grad_enabled())
+        *before, last = self.stages[stage]
+        y = x
+        for layer in before:
+            y = layer(y)
+        is_last = stage == len(self.where) - 1
+        # The last layer of the model is its head, which returns the loss
+        y = last(y, targets) / self.tokens if is_last else last(y).contiguous()
+        outputs = [y]
+        balance = balance_loss(self.stages[stage])  # that of this stage's experts
+        if balance is not None:
+            outputs.append(balance / self.tokens)
+        if torch.is_grad_enabled():
+            self.in_flight[stage, k] = x, outputs
+        if is_last:
+            return y.detach()
+        self.pass_on("F", stage, k, y.detach())
+        return 0.0
+
+    def backward(self, stage, k):
+        """B, or I: then tensor_parallel.py leaves gradients of matrices in self.deferred."""
+        x, outputs = self.in_flight.pop((stage, k))
+        # The gradient of a loss is 1, for which autograd takes None. (Given a tensor autograd would
+        # import a part of the compiler: half a second, and 25 MB)
+        grads = [None] * len(outputs)
+        if stage < len(self.where) - 1:
+            grads[0] = self.take("B", stage, k)  # (B, S, C)
+        outputs = [y * self.scale if grad is None else y
+                   for y, grad in zip(outputs, grads, strict=True)]
+        trained = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if y.requires_grad]
+        if trained:
+            torch.autograd.backward(*zip(*trained, strict=True))
+        if stage > 0:
+            self.pass_on("B", stage, k, x.grad)
+
+    @torch.no_grad()
+    def add_weight_gradients(self, stage, k):
+        """W: the matrix products that I has deferred."""
+        for weight, grad, x in self.weight_work.pop((stage, k)):
+            product = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+
+    def pass_on(self, data, stage, k, tensor):
+        """Give a stage's result to the stage after ("F") or before ("B")."""
+        to = stage + DIRECTION[data]
+        if self.where[to] == self.group.rank:
+            self.arrived[data, to, k] = tensor
+        else:
+            self.sends.append(self.group.send(tensor, self.where[to]))
+
+    def take(self, data, stage, k):
+        """Return the tensor that `stage` needs for microbatch k. Messages have no names: what a
+        rank sends comes in the order of its actions, and what is not needed yet is kept."""
+        source = self.where[stage - DIRECTION[data]]
+        while (data, stage, k) not in self.arrived:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
+            self.group.recv(tensor, source).wait()
+            self.arrived[self.incoming[source].popleft()] = tensor
+        return self.arrived.pop((data, stage, k))
 
 
 def tie_ends(all_layers, group):

@@ -9,8 +9,6 @@ stage's input, W for the gradients of its weights.
     1f1b         (P-1) / (m+P-1)                    P                 arXiv 1806.03377
     interleaved  (P-1) / (vm+P-1)                   P + (P-1)/v (1)   arXiv 2104.04473
     zb-h1        (P-1) / (3m+P-1)                   P                 arXiv 2401.10241
-    zb-h2        0                                  2P - 1            arXiv 2401.10241
-    zb-v         0                                  P (1)             arXiv 2401.10241
     (1) a microbatch in one of v chunks counts 1/v
 
 Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that the slowest rank is
@@ -24,7 +22,7 @@ make_schedule lists each rank's Actions, lower adds messages, validate checks, s
 
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,25 +98,16 @@ def interleaved(P, m, v, rank):
     return weave(forwards, backwards, num_warmup)
 
 
-def zero_bubble(depth, P, m, v, rank):
+def zero_bubble(P, m, v, rank):
     """1F1B with B split into I and W. I runs at once. W runs `lag` microbatches later, so `lag` Ws
-    remain for the end, when the rank would idle. depth: warm-up forwards for each later rank (in
-    1F1B one). zb-h1 has depth 1; P = 4, m = 4:
+    remain for the end, when the rank would idle. P = 4, m = 4:
 
         rank 0  F0 F1 F2 F3 .. .. .. I0 W0 I1 W1 I2 W2 I3 W3        num_warmup 3, lag 0
         rank 1  .. F0 F1 F2 .. .. I0 F3 I1 W0 I2 W1 I3 W2 W3                   2      1
         rank 2  .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 I3 W1 W2 W3                   1      2
-        rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3                   0      3
-
-    zb-h2 has depth 2: more forwards fill the dots between a rank's actions. The dots before its
-    first action remain, so rank r starts and ends r ticks after rank 0. Up to depth * (P-1) + 1
-    microbatches are in flight.
-
-    Caveat of bubble 0 (zb-h2, zb-v): each rank is timed from its own first action to its own last.
-    In train.py rank 0 then waits for the last rank, in the all-reduce of the gradients' norm.
-    (The paper steps first and checks the norm later.)"""
-    num_warmup = min(depth * (P - 1 - rank), m)
-    lag = min(depth * rank, m)
+        rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3                   0      3"""
+    num_warmup = min(P - 1 - rank, m)
+    lag = min(rank, m)
     actions = ["F"] * num_warmup
     for k in range(m):
         if num_warmup + k < m:
@@ -129,106 +118,7 @@ def zero_bubble(depth, P, m, v, rank):
     return actions + ["W"] * lag
 
 
-# ---- zb-v ----
-# Two chunks per rank: stages 0 .. P-1 go down the ranks and P .. 2P-1 back up, a V. Rank 0 has the
-# first and the last stage, so a microbatch's backward starts on the rank where its forward started.
-# P = 3, m = 5, chunk 1 in lower case:
-#
-#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 I2 w4 I3 ...
-#     rank 1  .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 I2 i4 I3 w3 ...
-#     rank 2  .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 I2 i3 I3 i4 I4 ...
-
-
-@cache
-def zb_v_lists(P, m):
-    """The lists of all ranks, played on a clock: F, I and W take one tick each. In each tick a
-    rank runs, of the actions that can run, the first in this order:
-
-        while it has forwards to run   Wb Wa, to free memory; Fb Fa, to use it; Ia Ib
-        after its last forward         Ib Ia, for which other ranks wait; Wb Wa
-
-    A forward can run if there is memory: a rank holds at most 2P pairs of chunk and microbatch,
-    from their F to their W, as much as P whole microbatches. (The paper, in its
-    section 6, counts out a fixed pattern. This order and this limit come to the same bubble and the
-    same memory.)"""
-    last = 2 * P - 1  # the last stage
-    done = Counter()  # done["F", s]: number of microbatches that have run F of stage s
-
-    def waiting(kind, s):
-        """The number of microbatches for which stage s could run this kind now. F needs the F of
-        the stage before, I the I of the stage after, W the stage's own I."""
-        if kind == "F":
-            ready = done["F", s - 1] if s > 0 else m
-        elif kind == "I":
-            ready = done["I", s + 1] if s < last else done["F", s]
-        else:
-            ready = done["I", s]
-        return ready - done[kind, s]
-
-    def choose(rank):
-        """(action, its stage): the rank's next, or None."""
-        stages = [rank, last - rank]  # of its chunks 0 and 1
-        held = sum(done["F", s] - done["W", s] for s in stages)
-        has_forwards = done["F", stages[1]] < m
-        for action in ("Wb Wa Fb Fa Ia Ib" if has_forwards else "Ib Ia Wb Wa").split():
-            kind, s = action[0], stages[chunk_of(action)]
-            if waiting(kind, s) and (kind != "F" or held < 2 * P):
-                return action, s
-        return None
-
-    lists = [[] for _ in range(P)]
-    while any(len(actions) < 6 * m for actions in lists):
-        chosen = [choose(rank) for rank in range(P)]  # by what was done before this tick
-        for actions, choice in zip(lists, chosen, strict=True):
-            if choice:
-                action, s = choice
-                actions.append(action)
-                done[action[0], s] += 1
-    return lists
-
-
-def zb_v(P, m, v, rank):
-    """1F1B on a V of 2P stages, with I and W: no bubble, and the memory of P microbatches."""
-    return zb_v_lists(P, m)[rank]
-
-
-# ---- the bubble, by the papers' formulas ----
-# f, i, w: seconds of F, I and W for a microbatch and all v stages of a rank; a stage takes 1/v of
-# them. Each function returns v times the seconds that a rank idles, by the formula of the
-# schedule's paper; None where the paper's assumptions do not hold. (v times, so that no formula
-# divides by v: closed_form adds v times the seconds that the rank works.)
-
-
-def idle_of_1f1b(P, m, f, i, w):
-    """For each other rank, a rank idles for an F and a B of one stage: (f + i + w) / v seconds.
-    (GPipe and interleaved have the same formula.)"""
-    return (P - 1) * (f + i + w)
-
-
-def idle_of_zero_bubble(depth, P, m, f, i, w):
-    """A rank would idle for an F and an I of each of the P-1 ranks around it. zb-h1 (depth 1) fills
-    each of these gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I,
-    and enough microbatches to fill the pipeline."""
-    idle = (P - 1) * (f + i - depth * w)
-    return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
-
-
-def idle_of_zb_v(P, m, f, i, w):
-    """No rank idles, if F = I = W and the microbatches fill the pipeline."""
-    return 0 if f == i == w and m >= 2 * P - 1 else None
-
-
 # ---- what each schedule declares ----
-
-
-def in_turn(P, v):
-    """The rank of each stage. P = 3: 0 1 2; with two chunks 0 1 2 0 1 2."""
-    return [s % P for s in range(P * v)]
-
-
-def v_shape(P, v):
-    """The rank of each stage. P = 3: 0 1 2 2 1 0."""
-    return [*range(P), *reversed(range(P))]
 
 
 class Schedule(NamedTuple):
@@ -236,27 +126,22 @@ class Schedule(NamedTuple):
     # actions(P, m, v, rank): the rank's list, as above. splits_backward() calls it, too, with P = 2
     actions: Callable
     chunks: int = 1  # stages per rank; 0: as many as --chunks asks for
-    place: Callable = in_turn  # place(P, v): the list `where`; where[s] is the rank of stage s
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
-    grows: bool = False  # microbatches in flight grow with m, not only with P
-    idle: Callable = None  # idle(P, m, f, i, w): the paper's formula of the bubble, as above
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, grows=True, idle=idle_of_1f1b),
-    "1f1b": Schedule(one_f_one_b, idle=idle_of_1f1b),
-    "interleaved": Schedule(interleaved, chunks=0, in_rounds=True, idle=idle_of_1f1b),
-    "zb-h1": Schedule(partial(zero_bubble, 1), idle=partial(idle_of_zero_bubble, 1)),
-    "zb-h2": Schedule(partial(zero_bubble, 2), idle=partial(idle_of_zero_bubble, 2)),
-    "zb-v": Schedule(zb_v, chunks=2, place=v_shape, idle=idle_of_zb_v),
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, chunks=0, in_rounds=True),
+    "zb-h1": Schedule(zero_bubble),
 }
 
 
 def chunks_of(name, asked=0):
     """Returns v, the number of stages per rank. asked: the value of --chunks; 0: the flag was not
-    given. A schedule with a fixed number takes that number, 0, and 1 (the default of the planner's
-    Layout). If the number is free (interleaved), 0 gives 2. Raises a ValueError of one line for an
-    unknown schedule, and for a number that the schedule does not take."""
+    given. A schedule with a fixed number takes that number, 0, and 1; if the number is free
+    (interleaved), 0 gives 2. Raises a ValueError of one line for an unknown schedule, and for a
+    number that the schedule does not take."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:
@@ -270,18 +155,9 @@ def chunks_of(name, asked=0):
 
 
 def placement(name, P, v=1):
-    """The list `where`: where[s] is the rank of stage s."""
-    return SCHEDULES[name].place(P, v)
-
-
-def closed_form(name, P, m, v, costs):
-    """The published bubble, idle / (idle + work). costs: (f, i, w, seconds of a message). None if
-    messages take time, if the schedule has no formula, or if the formula's assumptions do not
-    hold."""
-    f, i, w, comm = costs
-    idle_of = SCHEDULES[name].idle
-    idle = idle_of(P, m, f, i, w) if idle_of and comm == 0 else None
-    return None if idle is None else idle / (idle + v * m * (f + i + w))
+    """The list `where`: where[s] is the rank of stage s. P = 3: 0 1 2; with two chunks 0 1 2 0 1 2.
+    """
+    return [s % P for s in range(P * v)]
 
 
 @cache
@@ -331,7 +207,10 @@ def cut(costs, n):
 #     validate        checks any lists, those that you wrote by hand too
 #     simulate        makespan, bubble, and microbatches in flight
 #
-# The planner times the lists before lower() has added messages.
+# train.py runs the lists as they are: a rank sends a result as soon as it has it, and receives a
+# tensor when an action needs it (pipeline.py). lower() and validate() show more: that the lists
+# cannot deadlock even where a send blocks until its receive. simulate() times lists without
+# messages.
 
 MESSAGES = ("SF", "RF", "SB", "RB")  # the kinds of actions that send or receive
 DIRECTION = {"F": 1, "B": -1}  # activations (F) go from stage s to s + 1, gradients (B) to s - 1

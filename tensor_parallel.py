@@ -1,27 +1,26 @@
-"""Tensor parallelism: each matrix is split over T ranks.
+"""Tensor parallelism: each matrix is split over T ranks. Sequence parallelism (--sp): so are the
+tokens wherever no matrix is split.
 
     matrix W       y = x W^T + b, split                                             W on a rank
     c_attn, c_fc   by columns of W^T: rank t computes some heads or hidden units    (out/T, in)
     c_proj         by rows of W^T: rank t multiplies its part of the input          (out, in/T)
-    wte, lm_head   by words (T need not divide V); logits are never gathered        (V/T, C)
+    wte, lm_head   by words (T need not divide V); logits are not gathered          (V/T, C)
     LayerNorm, wpe and the biases of c_proj are replicated.
 
 Sent per rank, block and microbatch: four all-reduces of the activation (two forward, two backward),
-4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss three
-numbers per token.
-Held: 1/T of the matrices, and of the activations inside of attention and MLP (between c_attn or
-c_fc and the c_proj that follows). Megatron-LM, arXiv 1909.08053.
+4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss gathers
+T-1 numbers per token. --sp sends as much, in other pieces, and once a step the gradients of
+replicated parameters. Held: 1/T of the matrices, and of the activations inside of attention and
+MLP; with --sp also between them. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
 
-    python -m extras.show tensor_parallel        a GPT on 4 ranks
+    torchrun train.py --tp 2 --sp        python -m extras.show tensor_parallel: a GPT on 4 ranks
 """
-
-from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from collectives import WithBackward, all_reduce, maximum
+from collectives import WithBackward, all_gather, all_reduce, own_chunk, reduce_scatter
 from experts import MixtureOfExperts
 from model import ABSENT
 from shard import split, tag_replicated
@@ -36,51 +35,120 @@ from shard import split, tag_replicated
 # gradient of the column's input (f). Attention is the same, with heads for hidden units.
 
 
-def sum_of_copy(x, group):
-    """The sum of the ranks' x. Works on a copy, because all_reduce works in place."""
-    return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+def sum_in_place(x, group):
+    """The sum of the ranks' x, in x's memory: x, the product of this rank's slice, is read by
+    nobody else. (If x does not lie element by element, in a copy.)"""
+    return all_reduce(x.contiguous(), group)
 
 
 def copy_to_ranks(x, group):
     """Megatron's f. Forward: nothing, all ranks hold x. Backward: every rank used x, so the
     gradient of x is the sum of the ranks' gradients."""
-    return WithBackward.apply(x, lambda x: x, lambda grad: sum_of_copy(grad, group))
+    return WithBackward.apply(x, lambda x: x, lambda grad: sum_in_place(grad, group))
 
 
 def sum_over_ranks(x, group):
     """Megatron's g. Forward: the sum of the ranks' partial sums. Backward: nothing. All ranks
     compute the same loss from the sum, and that loss counts once, so each term's gradient is the
     sum's: d(sum)/d(term) = 1."""
-    return WithBackward.apply(x, lambda x: sum_of_copy(x, group), lambda grad: grad)
+    return WithBackward.apply(x, lambda x: sum_in_place(x, group), lambda grad: grad)
+
+
+# ---- sequence parallelism: the same f and g, cut into halves ----
+# Between a row and the next column T ranks hold the same activations and repeat the same work:
+# bias, residual, LayerNorm. But an all-reduce is a reduce-scatter and an all-gather, and bias,
+# residual and LayerNorm treat each token by itself. So place them between the two halves, on 1/T of
+# the tokens per rank:
+#
+#     without    row -> all-reduce     -> LayerNorm of S tokens                 -> column
+#     with       row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
+
+
+def all_tokens(x, group):
+    """Every rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
+    parts = x.new_empty((group.size, *x.shape))  # (T, B, S/T, C): chunk r is rank r's
+    parts[group.rank] = x
+    return all_gather(parts, group).movedim(0, 1).flatten(1, 2)
+
+
+def own_tokens_of_sum(x, group):
+    """(B, S, C), partial over tp -> this rank's tokens of the sum, (B, S/T, C)."""
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0)  # (T, B, S/T, C)
+    summed = reduce_scatter(parts.clone(memory_format=torch.contiguous_format), group)
+    return summed[group.rank].clone()  # a view would keep the other ranks' tokens in memory
+
+
+def gather_tokens(x, group):
+    """f of sequence parallelism: all-gather the tokens. Backward is a reduce-scatter: each rank has
+    a term of every token's gradient (from its part of W), and gets the sum for its own tokens."""
+    return WithBackward.apply(x, lambda x: all_tokens(x, group),
+                              lambda grad: own_tokens_of_sum(grad, group))
+
+
+def scatter_tokens(x, group):
+    """g of sequence parallelism: reduce-scatter the partial sums. Backward is an all-gather: x has
+    a term of every token's sum, so its gradient is the gradients of all tokens."""
+    return WithBackward.apply(x, lambda x: own_tokens_of_sum(x, group),
+                              lambda grad: all_tokens(grad, group))
+
+
+# ---- matrices ----
+
+
+class DeferredProduct(torch.autograd.Function):
+    """x W^T, whose backward computes the gradient of x, and leaves that of W for later: it appends
+    (W, gradient of the product, x) to a list. For zero-bubble schedules (pipeline.py)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, deferred):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.deferred = weight, deferred
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if ctx.weight.requires_grad:
+            ctx.deferred.append((ctx.weight, grad, x))
+        return grad @ ctx.weight, None, None
+
+
+def product(x, weight, deferred):
+    """x W^T. deferred: a list for the gradients of weights; None: autograd adds them at once."""
+    if deferred is None:
+        return F.linear(x, weight)
+    return DeferredProduct.apply(x, weight, deferred)
 
 
 class Column(nn.Module):
     """Whole x -> a slice of y = x W^T + b. Holds this rank's rows of W, which are columns of W^T.
     """
 
-    def __init__(self, linear, group, f, parts=()):
+    def __init__(self, linear, group, f, parts=(), deferred=None):
         super().__init__()
-        self.group = group
-        self.f = f
+        self.group, self.f, self.deferred = group, f, deferred
         self.weight = split(linear.weight, 0, group, parts)
         self.bias = split(linear.bias, 0, group, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
-        return F.linear(self.f(x, self.group), self.weight, self.bias)
+        x = self.f(x, self.group)
+        if self.deferred is None:
+            return F.linear(x, self.weight, self.bias)
+        y = product(x, self.weight, self.deferred)
+        return y if self.bias is None else y + self.bias
 
 
 class Row(nn.Module):
     """A slice of x -> whole y. The bias, if any, is replicated, and added once, after the sum."""
 
-    def __init__(self, linear, group, g):
+    def __init__(self, linear, group, g, deferred=None):
         super().__init__()
-        self.group = group
-        self.g = g
+        self.group, self.g, self.deferred = group, g, deferred
         self.weight = split(linear.weight, 1, group)
         self.bias = linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
-        partial_y = F.linear(x, self.weight)  # (B, S, out), partial over tp
+        partial_y = product(x, self.weight, self.deferred)  # (B, S, out), partial over tp
         y = self.g(partial_y, self.group)
         return y if self.bias is None else y + self.bias
 
@@ -101,31 +169,107 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, embedding, group, g):
         super().__init__()
-        self.group = group
-        self.g = g
+        self.group, self.g = group, g
         self.weight = split(embedding.weight, 0, group)  # (V/T, C)
-        self.words = self.weight.tag.ranges[0]  # start and stop in the vocabulary
 
     def forward(self, idx):  # (B, S)
-        local, outside = to_local(idx, *self.words)
+        local, outside = to_local(idx, *self.weight.tag.ranges[0])
         rows = F.embedding(local, self.weight)
         return self.g(rows.masked_fill(outside.unsqueeze(-1), 0), self.group)  # (B, S, C)
 
 
-def vocabulary_loss(logits, targets, words, group):
-    """cross_entropy. In: logits (B, S, V/T), for this rank's words [start, stop); targets (B, S).
-    Returns the sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks.
-    The ranks all-reduce three numbers per token, never the logits of all words."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float))  # sums in fp32 at least
-    # The largest logit is subtracted, because exp could overflow. It cancels, so its gradient is 0.
-    largest = all_reduce(logits.detach().amax(-1), group, maximum)  # (B, S)
-    sum_exp = (logits - largest.unsqueeze(-1)).exp().sum(-1)  # (B, S), partial over tp
-    local, outside = to_local(targets, *words)
-    at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-    at_target = at_target.masked_fill(outside, 0)  # (B, S), partial: one rank has the target
-    sum_exp, at_target = sum_over_ranks(torch.stack([sum_exp, at_target]), group)
-    losses = sum_exp.log() + largest - at_target  # (B, S)
-    return losses.masked_fill(targets == ABSENT, 0).sum()
+def tokens_of_chunk(x, weight):
+    """How many tokens VocabularyLoss takes at a time: as many as the model is wide, so that their
+    logits are as large as the gradient of the matrix; at least 256, because each chunk costs
+    launches and messages. On a GPU as many as have 1.3e8 logits, if those are more."""
+    tokens = max(x.size(-1), 256)
+    return tokens if x.device.type == "cpu" else max(tokens, (1 << 27) // weight.size(0))
+
+
+def add_product(total, grad, x):
+    """total += grad^T x, the gradient of a matrix. Total has 32 bits also for 16-bit inputs."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad.t(), x)
+    elif total.is_cuda:
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+    else:  # a CPU has no such product
+        total.addmm_(grad.to(total.dtype).t(), x.to(total.dtype))
+
+
+class VocabularyLoss(torch.autograd.Function):
+    """cross_entropy of the logits x W^T, for some tokens at a time: their logits, then at once
+    their loss and its gradient. So the logits of all tokens, often the largest tensor of a step,
+    never exist at once (1.3 times as fast, and half of the memory, at 50,257 words).
+
+    In: x (tokens, C); weight (V/T, C), this rank's words [start, stop); targets (tokens,). Out: the
+    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. Its gradient:
+    softmax(logits) - 1 at the target. Ranks share the log(sum(exp(logits))) of their own words, one
+    number per token, and the sum of the targets' logits. Forward computes the gradients already,
+    and backward multiplies them by the gradient of the loss."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, words, group):
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
+        grad_x = []  # of the chunks, partial over tp
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        loss = x.new_zeros((), dtype=wide)
+        of_targets = x.new_zeros(1, dtype=wide)  # sum of the targets' logits, partial over tp
+        n = tokens_of_chunk(x, weight)
+        for chunk, wanted in zip(x.split(n), targets.split(n), strict=True):
+            logits = (chunk @ weight.t()).to(wide)  # (n, V/T)
+            local, outside = (each.unsqueeze(-1) for each in to_local(wanted, *words))
+            absent = (wanted == ABSENT).unsqueeze(-1)
+            of_targets += logits.gather(-1, local).masked_fill(outside, 0).sum()
+            shares = logits.softmax(-1)  # probabilities among this rank's words
+            # The largest share is exp(largest logit - log_sum)
+            log_sum = logits.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()  # (n, 1)
+            if group.size > 1:
+                of_ranks = log_sum.new_empty(group.size, len(chunk))
+                of_ranks[group.rank] = log_sum.squeeze(-1)
+                of_all = all_gather(of_ranks, group).logsumexp(0).unsqueeze(-1)
+                shares *= (log_sum - of_all).exp()  # probabilities among all words
+                log_sum = of_all
+            loss += log_sum.masked_fill(absent, 0).sum()
+            if needs_x or needs_weight:
+                grad = shares.scatter_add_(-1, local, outside.to(wide) - 1)
+                grad = grad.masked_fill_(absent, 0).to(x.dtype)
+                grad_x.append(grad @ weight if needs_x else chunk[:0])
+            if needs_weight:
+                add_product(grad_weight, grad, chunk)
+        grad_x = torch.cat(grad_x) if needs_x else None
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.dtype = weight.dtype
+        return loss - all_reduce(of_targets, group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        if grad_x is not None:
+            grad_x = grad_x * grad.to(grad_x.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad).to(ctx.dtype)
+        return grad_x, grad_weight, None, None, None
+
+
+class VocabularyHead(nn.Module):
+    """model.Head, whose matrix is split along the vocabulary: rank t computes the logits of its
+    words."""
+
+    def __init__(self, head, group, f):
+        super().__init__()
+        self.group, self.f = group, f
+        self.ln_f = head.ln_f
+        self.lm_head = head.lm_head
+
+    def forward(self, x, targets):  # (B, S, C), with --sp (B, S/T, C); (B, S)
+        weight = self.lm_head.weight
+        x = self.f(self.ln_f(x), self.group)  # (B, S, C)
+        return VocabularyLoss.apply(x.flatten(0, 1), weight, targets.flatten(),
+                                    weight.tag.ranges[0], self.group)
+
+
+# ---- a whole model ----
 
 
 def refuse_too_many_ranks(config, group):
@@ -138,24 +282,40 @@ def refuse_too_many_ranks(config, group):
                          "vocabulary")
 
 
-def split_layers(model, group, f, g):
-    """Replace the layers of a whole, tagged model by their parallel versions. f: what happens to
-    an activation before a column; g: to a partial sum, after a row or after the embedding."""
+def split_matrices(model, group, sp=False, deferred=None):
+    """In: a whole, tagged model. After: each parameter is this rank's slice, tagged as such, or is
+    tagged as held by all ranks of the group; its layers are the parallel ones above.
+
+    sp: sequence parallelism; T must divide S (with context parallelism over N ranks: S/N), and the
+    gradients of replicated parameters are to be summed over the group. deferred: the list in which
+    a backward leaves the gradients of matrices (DeferredProduct). In a group of one the blocks stay
+    as they are, unless gradients are deferred."""
     refuse_too_many_ranks(model.config, group)
+    # f: what happens to an activation before a column; g: to a partial sum, after a row or after
+    # the embedding
+    sp = sp and group.size > 1
+    f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
     embedding, *blocks, head = model.layers
+    model.layers[-1] = VocabularyHead(head, group, f)
+    if group.size == 1 and deferred is None:
+        return
+    model.layers[-1].lm_head.weight = split(head.lm_head.weight, 0, group)  # tied: the embedding's
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:
-        block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts)  # q, k, v
-        block.attn.c_proj = Row(block.attn.c_proj, group, g)
-        if not isinstance(block.mlp, MixtureOfExperts):  # experts: expert_parallel.py
-            block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts)
-            block.mlp.c_proj = Row(block.mlp.c_proj, group, g)
-    head.lm_head = Column(head.lm_head, group, f)  # a tied weight: the embedding's slice
-    head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
+        block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts, deferred)
+        block.attn.c_proj = Row(block.attn.c_proj, group, g, deferred)
+        if not isinstance(block.mlp, MixtureOfExperts):  # experts: split_experts in experts.py
+            block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts, deferred)
+            block.mlp.c_proj = Row(block.mlp.c_proj, group, g, deferred)
+    tag_replicated(model, group, sum_gradients=sp)
+    if sp:
+        positions_of_own_tokens(model, group)
 
 
-def tensor_parallel(model, group):
-    """In: a whole, tagged model. After: each parameter is this rank's slice, tagged as such, or is
-    tagged as held by all ranks of the group."""
-    split_layers(model, group, f=copy_to_ranks, g=sum_over_ranks)
-    tag_replicated(model, group, sum_gradients=False)
+def positions_of_own_tokens(model, group):
+    """wte, whose g is scatter_tokens, returns this rank's S/T tokens. GPT-2 adds positions to them,
+    those of the same tokens. (A Llama uses positions inside of attention, where all tokens are.)"""
+    embedding = model.layers[0]
+    if embedding in model.positioned():
+        positions = embedding.positions  # gives the positions of all tokens
+        embedding.positions = lambda idx: own_chunk(positions(idx), group)

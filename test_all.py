@@ -3,8 +3,7 @@
     python test_all.py             this page, a minute or two; then the first case of each test in
                                    tests/, without the files that take long
     python test_all.py --page      this page alone
-    python test_all.py --full      this page, then all cases of all tests; FULL=1 python test_all.py
-                                   --full: those that take much longer, too
+    python test_all.py --full      this page, then all cases of all tests
     python test_all.py --extras    the tests of extras/, too
     python test_all.py -k zero     all cases of these tests, without the page; other flags, such as
                                    -x, go to pytest as well
@@ -18,8 +17,7 @@ or two. (Weights lose more: the key biases of a GPT's attention have gradients o
 divides what rounding leaves of these by its own size.) Before the first step the weights have the
 loop's bits. Last, the page plants a bug, and has to see it.
 
-Parts: "root", "engine" (--fast), "mixed": the root's, but the engine's pipeline for a schedule that
-the root cannot run. A fork adds its layouts to the table.
+A fork adds its layouts to the table.
 """
 
 import argparse
@@ -28,7 +26,6 @@ import sys
 import tempfile
 import time
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +46,7 @@ VOCAB = 67  # divides by no T
 BATCH, LENGTH = 36, 8
 RATES = (5e-3, 1e-2, 5e-3)  # the warm-up's middle and end, and the cosine's middle
 
-# Flags of train.py. Each line runs on the root's parts, and with --fast
+# Flags of train.py
 LAYOUTS = """
     --dp 1
     --dp 4
@@ -69,8 +66,7 @@ LAYOUTS = """
     --pp 4 --microbatches 9
     --pp 2 --schedule interleaved
     --pp 4 --schedule zb-h1
-    --pp 3 --schedule zb-h2
-    --pp 2 --schedule zb-v
+    --pp 3 --schedule zb-h1
     --dp 4 --ep 4 --experts 8
     --dp 2 --tp 2 --pp 2
     --dp 2 --tp 2 --pp 2 --zero 1
@@ -138,8 +134,7 @@ def differences(rank, cfg, bug=False):
     """One rank of a layout. Returns (the largest difference of the losses, gradients, norms and
     weights that this rank holds from those of one process; the names of the tensors it holds).
     bug: halve the gradients of this rank 1."""
-    mesh = train.choose(cfg).Mesh(cfg.device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp,
-                                  tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+    mesh = train.make_mesh(cfg, cfg.device)
     trainer = train.Trainer(cfg, mesh, VOCAB)
     initial, reference = one_process(trainer.model_config, cfg.data)
     held = {}
@@ -189,20 +184,19 @@ def prove():
         for name in ("train", "val"):
             tokens.tofile(f"{folder}/{name}.bin")
         Path(folder, "meta.json").write_text(json.dumps({"vocab_size": VOCAB}))
-        print(f"{'layout':62} {'parts':7} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
+        print(f"{'layout':62} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
         rows = [line.split() for line in LAYOUTS.strip().splitlines()]
-        for words, fast in product(rows, ([], ["--fast"])):
-            cfg, worst = run([*words, *fast], folder)
-            parts = "engine" if fast else "mixed" if cfg.fast else "root"
+        for words in rows:
+            cfg, worst = run(words, folder)
             equal = bool((worst < TOLERANCE).all())  # a nan is not
             wrong += not equal
-            print(f"{' '.join(words):62} {parts:7} "
+            print(f"{' '.join(words):62} "
                   + " ".join(f"{number:7.0e}" for number in worst.tolist())
                   + ("" if equal else "  DIFFERS"), flush=True)
         _, worst = run(["--dp", "2"], folder, bug=True)
         seen = not bool((worst < TOLERANCE).all())
         print("a bug in one rank's gradients is " + ("seen" if seen else "NOT SEEN"))
-    print(f"{len(rows)} layouts on both kinds of parts in {time.time() - begin:.0f} s: "
+    print(f"{len(rows)} layouts in {time.time() - begin:.0f} s: "
           + (f"{wrong} differ" if wrong else f"all within {TOLERANCE:.0e} of one process"))
     return wrong + (not seen)
 

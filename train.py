@@ -3,13 +3,11 @@ pipeline parallelism and ZeRO.
 
     python train.py                          one process
     python train.py --tp 2 --pp 2            starts four ranks itself, as does torchrun train.py ...
-    python train.py --tp 2 --pp 2 --fast     the same with the parts of engine/
     torchrun --nproc-per-node 8 train.py --tp 2 --pp 2       eight: the rest is data parallel
 
 Any layout is the same computation: the same initial weights, the same batches, and gradients that
 are summed, never averaged, because the loss was divided by the tokens of the whole batch first. So
-the losses are the same, up to the order of float additions. A flag marked [engine] takes a part of
-engine/, and the first lines of the run say so.
+the losses are the same, up to the order of float additions.
 """
 
 # This page composes the other files; `python train.py --help` lists the flags.
@@ -17,7 +15,6 @@ engine/, and the first lines of the run say so.
 import gc
 import math
 import sys
-from types import SimpleNamespace
 
 if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
     sys.path.insert(0, __file__.rpartition("/")[0] or ".")
@@ -36,13 +33,11 @@ import torch
 from collectives import all_reduce
 from context_parallel import split_sequences
 from data.batches import Data
-from expert_parallel import spread_experts
-from experts import kind_of
+from experts import MixtureOfExperts, kind_of, spread_experts
 from mesh import Mesh
-from model import initial_value
-from optimizer import AdamW, learning_rate
+from model import Attention, Block, initial_value
+from optimizer import AdamW, LossScale, learning_rate
 from pipeline import Pipeline, tie_ends
-from recompute import recompute_blocks
 from run import checkpoint, signals
 from run.config import checked, read_command_line
 from run.copies import replicas_agree
@@ -51,26 +46,37 @@ from run.processes import joined
 from run.routing import Routing
 from run.weights import initial_slices, kept_of
 from sample import sample_text
-from schedules import cut, placement
-from sequence_parallel import sequence_parallel
+from schedules import cut, placement, splits_backward
 from shard import tag_whole
 from sizes import config_of
-from tensor_parallel import tensor_parallel
+from tensor_parallel import Column, Row, VocabularyEmbedding, VocabularyHead, split_matrices
 from zero import REDUCERS
 
 
-def choose(cfg):
-    """Returns the parts of a Trainer: the root's, except where cfg.fast names a part of engine/
-    (engine/parts.py lists the names)."""
-    parts = SimpleNamespace(
-        Mesh=Mesh, all_reduce=all_reduce, split_sequences=split_sequences,
-        tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel,
-        spread_experts=spread_experts, Reducer=REDUCERS[cfg.zero], Optimizer=AdamW,
-        Pipeline=Pipeline)
-    if cfg.fast:
-        import engine.parts
-        engine.parts.replace(parts, cfg)
-    return parts
+def make_mesh(cfg, device):
+    """The ranks on the axes that the flags name."""
+    return Mesh(device, cfg.timeout, cfg.collectives == "native", cfg.transport, dp=cfg.dp,
+                pp=cfg.pp, cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+
+
+def compile_layers(layers):
+    """torch.compile each layer (--compile). What sends messages, and what makes tensors whose sizes
+    depend on the data, stays Python."""
+    for layer in layers:
+        for module in layer.modules():
+            names = []
+            if isinstance(module, (Column, Row, VocabularyEmbedding, VocabularyHead)):
+                names = ["forward"]
+            elif isinstance(module, MixtureOfExperts):
+                names = ["run_experts", "sum_counts"]
+            elif isinstance(module, Attention) and "attend" in vars(module):
+                names = ["attend"]  # replaced in split_sequences
+            for name in names:
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        if isinstance(layer, Block):
+            layer.compute = torch.compile(layer.compute)
+        elif not isinstance(layer, VocabularyHead):
+            layer.forward = torch.compile(layer.forward)
 
 
 class Trainer:
@@ -81,7 +87,6 @@ class Trainer:
         self.cfg = cfg
         self.mesh = mesh
         self.dtype = getattr(torch, cfg.dtype)
-        self.parts = parts = choose(cfg)
         self.stop_asked = False  # by a signal to this rank
         self.grads = []  # gradients of the last step; kept for the log, which counts their bytes
 
@@ -104,17 +109,18 @@ class Trainer:
         # Each call changes the model in place: to this rank's tokens of each sequence, to its slice
         # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
         # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
-        self.positions = parts.split_sequences(model, mesh.group("cp"), cfg.cp_attention)
-        split = parts.sequence_parallel if cfg.sp else parts.tensor_parallel
-        split(model, mesh.group("tp"))
+        self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
+        # Where a zero-bubble schedule leaves the gradients of matrices that are to come later
+        deferred = [] if splits_backward(cfg.schedule) else None
+        split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
-            parts.spread_experts(model, mesh, cfg.sp)
+            spread_experts(model, mesh, cfg.sp)
 
         # Cut the list of layers into stages, cfg.chunks for each pipeline rank. where[s]: the
         # pipeline rank of stage s; cuts[s]: (begin, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
-        # Are first and last stage on two ranks? (Not with --pp 1, and not under zb-v)
+        # Are first and last stage on two ranks? (Not with --pp 1)
         if self.where[0] != self.where[-1]:
             # Both ranks hold the tied matrix: tag it, so that its gradient is summed over the two
             tie_ends(model.layers, mesh.ends("pp"))
@@ -125,21 +131,27 @@ class Trainer:
         # Sets the weight of the experts' balance loss, and counts their tokens for the log
         self.routing = Routing(stages, self.cuts, cfg, mesh)
 
+        for layers in stages.values():
+            for layer in layers:
+                if isinstance(layer, Block):
+                    layer.recompute = cfg.recompute
+            if cfg.compile:
+                compile_layers(layers)
+
         # The reducer, DDP or ZeRO, gets each parameter's initial value from value(tag), which makes
-        # this rank's slice. ZeRO-3 replaces the layers in `stages` by layers that gather their
-        # weights, so Routing, which looks into blocks, comes before, and the rest after
+        # this rank's slice
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
         self.kept = kept_of(cfg)  # of the folder of --init-from, for checkpoints and run.export
-        self.reducer = parts.Reducer(stages, value=value)
-        self.optimizer = parts.Optimizer(cfg, self.reducer)
-        if cfg.recompute:
-            recompute_blocks(stages)
+        self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device, mesh.background)
+        scale = LossScale(self.dtype, mesh.device)
+        self.optimizer = AdamW(cfg, self.reducer, scale)
         # Shape of an activation between two stages, (B, S, C): sequences of a microbatch, tokens of
         # a sequence that this rank has between two blocks, width
         sequences = cfg.batch_size // (cfg.dp * cfg.microbatches)
         tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)
         shape = (sequences, tokens, cfg.n_embd)
-        self.pipeline = parts.Pipeline(stages, mesh.group("pp"), cfg, shape, self.dtype)
+        self.pipeline = Pipeline(stages, mesh.group("pp"), cfg, shape, self.dtype, deferred,
+                                 scale.value)
 
     def own(self, batches):
         """[(ids, targets)], a microbatch each, with this rank's tokens only. Targets were shifted
@@ -162,7 +174,7 @@ class Trainer:
         asked = torch.full_like(loss, self.stop_asked)
         square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
         sums = torch.cat([torch.stack([loss / self.cfg.tp, asked, square]), self.routing.sums()])
-        self.parts.all_reduce(sums, self.mesh.world)
+        all_reduce(sums, self.mesh.world)
         loss, _, square = sums[:3]  # now of all ranks
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
@@ -184,13 +196,13 @@ class Trainer:
             log.validating(i + 1, total)
             # All ranks leave the loop together: a rank that went on alone would wait forever
             asked = torch.full_like(loss, self.stop_asked)
-            (num_asked,) = world.read(self.parts.all_reduce(asked, world))
+            (num_asked,) = world.read(all_reduce(asked, world))
             if num_asked > 0:
                 return None
         # Each batch's loss was divided by the tokens of a batch: divide by those of all windows
         # instead, and by T, because all T ranks have the same loss
         loss *= self.cfg.batch_size / windows / self.cfg.tp
-        return world.read(self.parts.all_reduce(loss, world))[0]
+        return world.read(all_reduce(loss, world))[0]
 
     def ask_to_stop(self):
         self.stop_asked = True
@@ -245,9 +257,7 @@ def main():
     cfg, world, _ = read_command_line(__doc__)  # as start() did. world: number of processes
     data = checked(cfg, world, Data)  # the flags that depend on this machine; then the data
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
-        # For Mesh only: a Trainer, also one made without main(), calls choose() itself
-        mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
-                                ep=cfg.ep, shard=cfg.shard)
+        mesh = make_mesh(cfg, device)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
         log = train(cfg, data, mesh)
     # A complete run ends with a sample of text (with --eval-interval 0: without)

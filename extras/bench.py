@@ -1,7 +1,7 @@
-"""Races our trainer (train.py --fast) against torch's own parts: same model, weights and data.
+"""Races our trainer against torch's own parts: same model, weights and data.
 
     python -m extras.bench                   every row
-        --quick                              does each row run? small models, two turns per side:
+        --quick                              does each row run? small models, tensors, two turns:
                                              the figures mean nothing
         --only zero                          rows with that in their name
 
@@ -11,15 +11,18 @@ is the slowest rank's. ratio: the peer's time / ours in neighbouring turns, the 
 quartiles; 1.2 means that we do 1.2 steps while the peer does one. The losses of the first steps are
 compared, so both sides do the same training. A rank is a process with one thread; only the peer of
 "context parallel" is one process with as many threads as we have ranks: torch has no ring attention
-for CPUs.
+for CPUs. MB: by how much a side's model, optimizer and second step raise the memory of the rank
+that needs most, buffers shared with other ranks included.
 """
 
+import ctypes
 import gc
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -38,10 +41,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import engine.collectives
+import collectives
 import train
 from experts import kind_of
 from model import build, cross_entropy
+from optimizer import BETAS
 from run.config import Parser, check, parse
 from run.processes import init, shutdown
 from run.signals import end_quietly
@@ -49,7 +53,6 @@ from schedules import cut
 from sizes import config_of
 
 VOCAB_SIZE = 256
-BETAS = (0.9, 0.95)  # of AdamW, on both sides
 SIZES = {  # name: flags of train.py
     "compute": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 128 --batch-size 16",
     "messages": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 32 --batch-size 4",
@@ -74,15 +77,18 @@ class Job:
         self.row = row
         self.n = row.n
         self.rank = rank
+        self.numel = 0  # of a collective's tensor
+        if row.size not in SIZES:
+            self.numel = 256 * min(row.size, 1024 if quick else row.size)  # 4 bytes each
         words = f"{SIZES.get(row.size, '')} {QUICK if quick else ''} {row.layout} --device cpu"
-        self.cfg = parse([*words.split(), *FAST])
+        self.cfg = parse(words.split())
         check(self.cfg, world=1)
         cfg = self.cfg
         ids = torch.randint(VOCAB_SIZE, (cfg.batch_size, cfg.block_size + 1),
                             generator=torch.Generator().manual_seed(0))
         # The ranks of a row lie along one axis; along dp each has its own sequences
         mine = ids.chunk(cfg.dp)[rank % cfg.dp].chunk(cfg.microbatches)
-        self.batches = [(rows[:, :-1], rows[:, 1:], None) for rows in mine]
+        self.batches = [(rows[:, :-1], rows[:, 1:]) for rows in mine]
 
 
 def repeated(job, call):
@@ -104,25 +110,16 @@ def calls_of(row):
 # step() runs one step and returns this rank's share of the loss. drain() waits for messages that
 # still travel after the step
 
-FAST = ["--fast"]  # []: the root's parts
-
-
-def our_mesh(job):
-    cfg = job.cfg
-    return train.choose(cfg).Mesh("cpu", cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
-                                  ep=cfg.ep, shard=cfg.shard)
-
 
 def ours(job):
-    mesh = our_mesh(job)
+    mesh = train.make_mesh(job.cfg, "cpu")
 
     def drain():
-        for group in mesh.groups.values():
-            group.last.wait()
+        mesh.background.start(lambda: None)()  # runs after all that was started before
 
     if job.row.size not in SIZES:
-        collective = getattr(engine.collectives, job.row.name)
-        tensor = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
+        collective = getattr(collectives, job.row.name)
+        tensor = torch.zeros(job.numel)
         group = mesh.group("dp")
         return repeated(job, lambda: collective(tensor, group)), drain
     trainer = train.Trainer(job.cfg, mesh, VOCAB_SIZE)
@@ -160,11 +157,11 @@ def adamw(params, cfg, kind=torch.optim.AdamW, **more):
 def loop(job, model, optimizer, share=1.0):
     """The usual training step, for models that hide their parallelism. share: the part of this
     rank's loss in the mean over all ranks."""
-    tokens = sum(ids.numel() for ids, _, _ in job.batches)  # tokens of a step on this rank
+    tokens = sum(ids.numel() for ids, _ in job.batches)  # tokens of a step on this rank
 
     def step():
         total = 0.0
-        for ids, targets, _ in job.batches:
+        for ids, targets in job.batches:
             loss = model(ids, targets) / tokens
             loss.backward()
             total += loss.item()
@@ -178,8 +175,8 @@ def loop(job, model, optimizer, share=1.0):
 
 def torch_collective(job):
     """gloo's, of the row's name."""
-    whole = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
-    own = torch.zeros(256 * job.row.size // job.n)
+    whole = torch.zeros(job.numel)
+    own = torch.zeros(job.numel // job.n)
     calls = {"all_reduce": lambda: dist.all_reduce(whole),
              "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole),
              "all_gather": lambda: dist.all_gather_into_tensor(whole, own)}
@@ -250,7 +247,7 @@ def dtensor(job):
     """Tensor parallelism by DTensor; with --sp sequence parallelism, too."""
     model = whole_model(job)
     split_by_dtensor(job, model, init_device_mesh("cpu", (job.n,)), job.cfg.sp)
-    ids, targets, _ = job.batches[0]
+    ids, targets = job.batches[0]
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     optimizers = [(params, adamw(params, job.cfg)) for params in (split, whole)]
@@ -283,7 +280,7 @@ def pipelining(job):
     schedule = Schedule1F1B(stage, cfg.microbatches,
                             lambda logits, targets: cross_entropy(logits, targets) / tokens,
                             scale_grads=False)
-    all_ids, all_targets, _ = zip(*job.batches, strict=True)
+    all_ids, all_targets = zip(*job.batches, strict=True)
     ids, targets = torch.cat(all_ids), torch.cat(all_targets)
     params = list(part.parameters())
     # The matrix of embedding and head. (There are two ranks, and each has one of the two ends)
@@ -360,11 +357,18 @@ def highest(values):
     return values
 
 
+def memory():
+    """(bytes of this process without those of files, their peak so far)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kb = {words[0]: int(words[1]) for words in map(str.split, lines) if words[-1] == "kB"}
+    return 1e3 * (kb["VmRSS:"] - kb["RssFile:"]), 1e3 * (kb["VmHWM:"] - kb["RssFile:"])
+
+
 def race(row, rank, quick):
-    """(milliseconds of our step, of the peer's, quartiles of the ratio), the same on each rank."""
+    """(milliseconds of our step, of the peer's, quartiles of the ratio, bytes of ours, of the
+    peer's), the same on each rank."""
     job = Job(row, rank, quick)
-    our_step, drain = ours(job)
-    steps = [our_step, row.peer(job)]  # side 0 is ours, side 1 the peer's
+    steps = []  # side 0 is ours, side 1 the peer's
 
     def turn(side, num_steps):
         """Take steps of one side. No message travels when this returns."""
@@ -380,7 +384,21 @@ def race(row, rank, quick):
         return time.perf_counter() - start
 
     # Two steps of each side, to warm up: both must have the same losses
-    losses = torch.tensor([[turn(side, 1) for side in (0, 1)] for _ in range(2)])
+    losses = torch.zeros(2, 2)
+    peaks = []
+    for side in (0, 1):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else the side might reuse what others have freed
+        before, _ = memory()
+        if side == 0:
+            our_step, drain = ours(job)
+            steps.append(our_step)
+        else:
+            steps.append(row.peer(job))
+        losses[0, side] = turn(side, 1)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which the start has raised
+        losses[1, side] = turn(side, 1)
+        peaks.append(memory()[1] - before)
     dist.all_reduce(losses)  # the sums of the ranks' shares
     assert torch.allclose(losses[:, 0], losses[:, 1], rtol=1e-3), (row, losses)
     # Pairs of turns, as many as fit into some seconds by the first pair's time, 5 to 200
@@ -399,7 +417,8 @@ def race(row, rank, quick):
     times = highest(times) / (row.steps * calls_of(row))
     ratios = times[:, 1] / times[:, 0]
     quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double))
-    return *(1e3 * times).median(0).values.tolist(), *quartiles.tolist()
+    ms = (1e3 * times).median(0).values
+    return *ms.tolist(), *quartiles.tolist(), *highest(peaks).tolist()
 
 
 def run_rank(rank, rows, quick, folder):
@@ -409,13 +428,13 @@ def run_rank(rank, rows, quick, folder):
     warnings.simplefilter("ignore")  # torch's side warns
     init(timeout=1800, url=f"file://{folder}/rendezvous", rank=rank, size=rows[0].n)
     for row in rows:
-        ms, peer_ms, low, ratio, high = race(row, rank, quick)
+        ms, peer_ms, low, ratio, high, peak, peer_peak = race(row, rank, quick)
         gc.collect()
         dist.barrier()
         size = row.size if row.size in SIZES else f"{row.size} KB"
         if rank == 0:
             print(f"{row.name:24}{row.n:2}  {size:10}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
-                  f"{low:.2f} - {high:.2f}", flush=True)
+                  f"{low:.2f} - {high:.2f}{peak / 1e6:7.0f}{peer_peak / 1e6:7.0f}", flush=True)
     shutdown()
 
 
@@ -431,12 +450,15 @@ def main():
         parser.error(f"--only {args.only} is in no row's name; try {names}")
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores\n{'row':24}{'n':>2}  {'size':10}"
-          f"{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  {'quartiles':>11}", flush=True)
+          f"{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  {'quartiles':>11}{'MB':>7}{'MB':>7}",
+          flush=True)
     for n in (2, 4):
         same = [row for row in rows if row.n == n]
         if same:
             with tempfile.TemporaryDirectory() as folder:
-                torch.multiprocessing.spawn(run_rank, (same, args.quick, folder), n)
+                # fork: ranks need not import torch once more. (This process has no threads)
+                torch.multiprocessing.start_processes(run_rank, (same, args.quick, folder), n,
+                                                      start_method="fork")
 
 
 if __name__ == "__main__":

@@ -30,19 +30,16 @@ import schedules
 import sizes
 from collectives import all_gather, all_reduce, all_to_all, maximum, reduce_scatter
 from context_parallel import all_to_all_attention, ring_attention, zigzag
-from ddp import DDP
-from expert_parallel import spread_experts
-from experts import kind_of
+from experts import kind_of, spread_experts
 from mesh import Mesh, grid, lay_out
-from model import build, causal_attention
+from model import build, causal_attention, initial_value
 from pipeline import Pipeline, tie_ends
 from run.config import Parser, check_layout, parse
 from run.copies import whole_slices
 from run.processes import all_gather_text, init, shutdown
 from run.signals import end_quietly
-from sequence_parallel import sequence_parallel
 from shard import tag_whole
-from tensor_parallel import tensor_parallel
+from tensor_parallel import split_matrices
 from train import Trainer
 from zero import REDUCERS
 
@@ -77,6 +74,14 @@ def small_gpt(mesh, n_layer=2, **experts):
     return model, SEQUENCES.chunk(size)[index]
 
 
+def make_reducer(zero, mesh, model, stages):
+    """DDP (zero: 0) or a stage of ZeRO, for these stages of a small_gpt."""
+    def value(tag):
+        return initial_value(tag.name, tag.shape, model.config, seed=0)
+
+    return REDUCERS[zero](stages, value, torch.double, mesh.device, mesh.background)
+
+
 def gradients_of_one_process(config):
     """{name: gradient} of a small_gpt that trains on all sequences."""
     model = build(config, dtype=torch.double, kind=kind_of(config))
@@ -109,6 +114,7 @@ def compare_reducer(name, mesh, model, reducer):
     whole = gradients_of_one_process(model.config)
     report_difference(name, mesh.world, [
         (grad, whole[tag.name]) for tag, grad in whole_slices(reducer, reducer.gradients())])
+    reducer.publish()
 
 
 # ---- collectives ----
@@ -165,32 +171,31 @@ def demo_collectives(mesh):
 def demo_ddp(mesh):
     """Each rank runs backward on its own 2 of 8 sequences; DDP sums the gradients."""
     model, mine = small_gpt(mesh)
-    reducer = DDP({0: model.layers})
+    reducer = make_reducer(0, mesh, model, {0: model.layers})
+    reducer.expect(0, last=True)
     model(mine, mine).backward()
     compare_reducer("DDP", mesh, model, reducer)
 
 
 def demo_zero(mesh):
     """Each stage of ZeRO: how many numbers rank 0 keeps, and how many its optimizer steps."""
-    for stage, make_reducer in enumerate(REDUCERS):
+    for zero in range(len(REDUCERS)):
         model, mine = small_gpt(mesh)
         psi = sum(param.numel() for param in model.parameters())
-        layers = model.layers
-        reducer = make_reducer({0: layers})  # ZeRO-3 replaces some of these layers
-        for rows in mine.chunk(2):  # two microbatches
-            x = rows
-            for layer in layers[:-1]:
-                x = layer(x)
-            layers[-1](x, rows).backward()
-        # Elements in memory, of 8 bytes each. Under ZeRO-3 the model's parameters are empty, and
-        # reducer.params are chunks. Else both are the same: the set has each once
-        kept = sum(param.untyped_storage().nbytes() // 8
-                   for param in {*model.parameters(), *reducer.params})
-        stepped = sum(weight.numel() for weight in reducer.weights)
-        compare_reducer(f"ZeRO-{stage}", mesh, model, reducer)
+        reducer = make_reducer(zero, mesh, model, {0: model.layers})
+        for k, rows in enumerate(mine.chunk(2)):  # two microbatches
+            loss = model(rows, rows)
+            reducer.expect(0, last=k == 1)
+            loss.backward()
+        compare_reducer(f"ZeRO-{zero}", mesh, model, reducer)
+        # Elements in memory, of 8 bytes each. The parameters and reducer.weights are views of the
+        # same memory, which counts once; under ZeRO-3 the parameters' is freed
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8
+                for tensor in (*model.parameters(), *reducer.weights)}
+        stepped = sum(weights.numel() for weights in reducer.weights)
         if mesh.rank == 0:
-            print(f"ZeRO-{stage}: of {psi} parameters rank 0 keeps {kept}, and its optimizer steps "
-                  f"{stepped}")
+            print(f"ZeRO-{zero}: of {psi} parameters rank 0 keeps {sum(held.values())}, and its "
+                  f"optimizer steps {stepped}")
 
 
 # ---- tensor and sequence parallelism ----
@@ -199,7 +204,7 @@ def demo_zero(mesh):
 def demo_tensor_parallel(mesh):
     """Which part of each parameter rank 0 holds."""
     model, ids = small_gpt(mesh)
-    tensor_parallel(model, mesh.group("tp"))
+    split_matrices(model, mesh.group("tp"))
     model(ids, ids).backward()
     compare_model("tensor_parallel", mesh, model)
     if mesh.rank == 0:
@@ -211,15 +216,15 @@ def demo_tensor_parallel(mesh):
 def demo_sequence_parallel(mesh):
     """Tensor parallelism alone, then with sequence parallelism: the bytes that rank 0 sends."""
     group = mesh.group("tp")
-    for technique in (tensor_parallel, sequence_parallel):
+    for sp, name in ((False, "tensor_parallel"), (True, "sequence_parallel")):
         model, ids = small_gpt(mesh)
-        technique(model, group)
+        split_matrices(model, group, sp)
         before = group.bytes_sent
         model(ids, ids).backward()
         sent = group.bytes_sent - before
-        compare_model(technique.__name__, mesh, model)
+        compare_model(name, mesh, model)
         if mesh.rank == 0:
-            print(f"{technique.__name__}: {sent} bytes sent")
+            print(f"{name}: {sent} bytes sent")
     if mesh.rank == 0:
         print("as many: an all-reduce is a reduce-scatter, then an all-gather. Between the two, at "
               "the LayerNorms,\nsequence_parallel leaves each rank 1/4 of the tokens")
@@ -365,12 +370,13 @@ def demo_pipeline(mesh):
         tie_ends(model.layers, mesh.ends("pp"))
         start, stop = schedules.cut(model.config.layer_costs(), group.size)[group.rank]
         stages = {group.rank: list(model.layers[start:stop])}
-        reducer = DDP(stages)
+        reducer = make_reducer(0, mesh, model, stages)
         # A batch of one sequence of one token: so the loss is divided by 1, and stays a sum
         cfg = SimpleNamespace(schedule=name, microbatches=8, chunks=1, batch_size=1, block_size=1)
         shape = (1, 8, 16)  # (B, S, C) of small_gpt
-        pipeline = Pipeline(stages, group, cfg, shape, torch.double)
-        pipeline.run([(row, row, None) for row in ids.split(1)], reducer)
+        pipeline = Pipeline(stages, group, cfg, shape, torch.double, deferred=None,
+                            scale=torch.ones(()))
+        pipeline.run([(row, row) for row in ids.split(1)], reducer)
         if group.rank == 0:
             print(schedule_text(time_schedule(name, group.size, 8).times))
         compare_reducer(name, mesh, model, reducer)
@@ -508,10 +514,24 @@ def schedule_svg(times, title):
     return str(picture)
 
 
+def closed_form(name, P, m, v, costs):
+    """The bubble by the formula of the schedule's paper, idle / (idle + work). costs: seconds of F,
+    I, W for a microbatch and all v stages of a rank, and of a message. None: there is no formula,
+    or its assumptions do not hold."""
+    f, i, w, comm = costs
+    # For each other rank a rank idles for an F and a B of one stage. zb-h1: for an F and an I, less
+    # one W, which fills a part of the gap
+    gaps = {"gpipe": f + i + w, "1f1b": f + i + w, "interleaved": f + i + w, "zb-h1": f + i - w}
+    if name not in gaps or comm or (name == "zb-h1" and (w > f or m < P)):
+        return None
+    idle = (P - 1) * gaps[name]  # times v, like the work
+    return idle / (idle + v * m * (f + i + w))
+
+
 def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line. peak_in_flight counts pairs of a stage and a microbatch: a
     pair holds the activations of one stage, 1/v of the rank's layers."""
-    bubble = schedules.closed_form(name, P, m, v, costs)
+    bubble = closed_form(name, P, m, v, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
     share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
@@ -572,22 +592,26 @@ ACROSS, DOWN = 1 / 8, 1 / 11  # pixels of an element
 BOX, TALL = 402, 114  # width and height of a rank's box
 NOTES = ("A block's matrices: c_attn (queries, keys, values) and c_proj; c_fc and c_proj. Rows of "
          "c_attn, c_fc and wte are split, and columns of c_proj.",
-         "wte is on both stages, as embedding and as head. Not drawn: LayerNorms and biases.")
+         "wte is on both stages, as embedding and as head. ZeRO cuts a layer into a chunk for each "
+         "replica. Not drawn: LayerNorms and biases.")
 
 
 def held_matrices(mesh):
     """[[name, full shape, dim that is split, ranges of the rank's slice, [first, last) rows of the
-    slice whose AdamW states the rank has]] of this rank's matrices."""
+    slice whose AdamW states the rank has]] of this rank's matrices, in the model's order. A piece
+    may begin or end within a row."""
     cfg = parse(EIGHT.split())
     check_layout(cfg, world=1)
-    reducer = Trainer(cfg, mesh, VOCAB_SIZE).reducer
+    trainer = Trainer(cfg, mesh, VOCAB_SIZE)
+    reducer = trainer.reducer
     found = []
     for chunk, tag, start in zip(reducer.weights, reducer.tags, reducer.starts, strict=True):
         if len(tag.shape) == 2:
             width = tag.slice_shape[1]
             stepped = [start / width, (start + chunk.numel()) / width]
             found.append([tag.name, list(tag.shape), tag.dim, list(tag.ranges), stepped])
-    return found
+    order = [*trainer.shapes]
+    return sorted(found, key=lambda matrix: order.index(matrix[0]))
 
 
 def draw_matrix(picture, x, middle, shape, dim, ranges, stepped):
@@ -648,7 +672,7 @@ def ranks_svg(ranks):
                             "steps"), ("none", "on other ranks")):
         picture.box(x, y, 12, 12, color, ELSEWHERE if color == "none" else "")
         picture.text(x + 18, y + 10, meaning, style=SMALL)
-        x += 36 + 5.4 * len(meaning)
+        x += 36 + 5.6 * len(meaning)
     for i, note in enumerate(NOTES):
         picture.text(left, y + 34 + 18 * i, note, style=SMALL)
     return str(picture)

@@ -15,7 +15,7 @@ from data.batches import Data
 from extras.forks import diloco, large_batches, muon
 from mesh import Mesh
 from model import build
-from optimizer import learning_rate
+from optimizer import LossScale, learning_rate
 from run.config import check_layout, parse
 from shard import Tag
 from sizes import config_of
@@ -24,10 +24,12 @@ from tests.harness import HERE, VOCAB
 pytestmark = pytest.mark.skipif(not shutil.which("git"), reason="git applies the patches")
 WORDS = """--n-layer 2 --n-head 2 --n-embd 8 --block-size 8 --batch-size 8 --dtype float64 --steps 3
     --warmup-steps 0 --microbatches 1 --eval-interval 0 --device cpu""".split()
-RUNS = {  # patch: (flags of one layout, of another one that has to give the same weights)
+RUNS = {  # patch: (flags of one layout, of others that have to give the same weights)
     "muon": ("--muon", "--muon --tp 2 --dp 2 --zero 1"),
-    "large_batches": ("--layerwise lamb", "--layerwise lamb --tp 2 --pp 2"),
-    "lora": ("--lora 2", "--lora 2 --tp 2 --dp 2 --sp --zero 3"),
+    "large_batches": ("--layerwise lamb", "--layerwise lamb --tp 2 --pp 2",
+                      "--layerwise lamb --dp 2 --zero 2"),
+    "lora": ("--lora 2", "--lora 2 --tp 2 --dp 2 --sp --zero 3",
+             "--lora 2 --pp 2 --schedule zb-h1 --microbatches 2"),
     "diloco": ("--diloco 2 --dp 2 --shard 1", "--diloco 2 --dp 4 --shard 2 --zero 1")}
 
 
@@ -41,7 +43,7 @@ def close(got, want, name):
 
 @pytest.fixture(scope="module", params=RUNS)
 def trained(request, corpus, tmp_path_factory):
-    """(name of the patch, [{name: tensor} of the last checkpoint of each of its two runs])."""
+    """(name of the patch, [{name: tensor} of the last checkpoint of each of its runs])."""
     name = request.param
     tree = tmp_path_factory.mktemp(name) / "fork"
     hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare")
@@ -82,11 +84,13 @@ def initial_model(cfg):
 
 
 def test_a_fork_trains_alike_in_any_layout(trained, corpus):
-    name, (one, other) = trained
+    name, (one, *others) = trained
     start = dict(initial_model(flags(corpus)).canonical_parameters())
-    assert one.keys() == other.keys() >= start.keys()
-    for tensor, value in one.items():
-        close(other[tensor], value, tensor)
+    assert one.keys() >= start.keys()
+    for other in others:
+        assert other.keys() == one.keys()
+        for tensor, value in one.items():
+            close(other[tensor], value, tensor)
     if name == "lora":  # only the adapters have moved
         assert all(torch.equal(one[tensor], value) for tensor, value in start.items())
         assert all(one[tensor].any() for tensor in one.keys() - start.keys())
@@ -137,30 +141,32 @@ def two_workers(corpus):
 
 
 def small_reducer():
-    """One process's reducer of a matrix of a block and a bias."""
+    """One process's reducer of a matrix of a block and a bias: flat pieces."""
     alone = SimpleNamespace(size=1, rank=0)
-    weights = [torch.randn(6, 4, dtype=torch.double), torch.randn(6, dtype=torch.double)]
+    weights = [torch.randn(24, dtype=torch.double), torch.randn(6, dtype=torch.double)]
     names = ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias")
-    tags = [Tag(name, w.shape, 0, ((0, 6),), sum_over=(alone,))
-            for name, w in zip(names, weights, strict=True)]
+    tags = [Tag(name, torch.Size(shape), 0, ((0, 6),), sum_over=(alone,))
+            for name, shape in zip(names, ((6, 4), (6,)), strict=True)]
     return SimpleNamespace(weights=weights, tags=tags, starts=[0, 0], sharded=False), names
 
 
 def two_steps(make, lr=0.1):
-    """Yields (weights before both steps, gradients of each, weights after both)."""
+    """(weights before both steps, gradients of each, weights after both), matrix and bias."""
     torch.manual_seed(0)
-    cfg = SimpleNamespace(weight_decay=0.1, grad_clip=0.0)
+    cfg = SimpleNamespace(weight_decay=0.1, grad_clip=0.0, dtype="float64")
     reducer, names = small_reducer()
-    optimizer = make(cfg, reducer, list(names))
+    optimizer = make(cfg, reducer, LossScale(torch.double, "cpu"), list(names))
     before = [w.clone() for w in reducer.weights]
     grads = [[torch.randn_like(w) for w in before] for _ in range(2)]
     for of_step in grads:
         optimizer.step([grad.clone() for grad in of_step], torch.tensor(1.0), lr)
-    return before, grads, reducer.weights
+    shapes = [tag.shape for tag in reducer.tags]
+    return [[tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+            for tensors in (before, *grads, reducer.weights)]
 
 
 def test_muon_orthogonalizes_the_momentum():
-    (w, _), grads, (got, _) = two_steps(lambda cfg, reducer, names: muon.Muon(cfg, reducer))
+    (w, _), *grads, (got, _) = two_steps(lambda *args: muon.Muon(*args[:3]))
     m = torch.zeros_like(w)
     for g, _ in grads:
         m = 0.95 * m + 0.05 * g
@@ -175,8 +181,7 @@ def test_muon_orthogonalizes_the_momentum():
 @pytest.mark.parametrize("kind", ["lars", "lamb"])
 def test_each_matrix_has_its_rate(kind):
     world = Mesh().world
-    before, grads, got = two_steps(lambda cfg, reducer, names: large_batches.OPTIMIZERS[kind](
-        cfg, reducer, names, world))
+    before, *grads, got = two_steps(lambda *args: large_batches.OPTIMIZERS[kind](*args, world))
     for i, w in enumerate(before):
         decay = 0.1 if w.dim() > 1 else 0.0
         v, mean, square = (torch.zeros_like(w) for _ in range(3))

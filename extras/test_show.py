@@ -65,6 +65,7 @@ def test_schedules_are_drawn_and_compared(tmp_path, capsys):
     show.schedules_command(["4", "8", "--compare"])
     lines = capsys.readouterr().out.splitlines()[:-2]
     assert [line.split()[0] for line in lines] == [*schedules.SCHEDULES]
+    assert all(re.search(r"bubble +(\S+%)  formula +\1 ", line) for line in lines)
 
 
 def test_mesh_and_sizes(capsys):

@@ -411,7 +411,7 @@ def refuse_unfit(trainer, folder, manifest):
     """CheckpointError if this run cannot go on from the checkpoint of this manifest."""
     cfg = trainer.cfg
     refuse_other(folder, manifest, trainer.model_config)
-    # unsaved: a reducer's state that differs from data rank to data rank (engine/ddp.py)
+    # unsaved: a reducer's state that differs from data rank to data rank (extras/forks/diloco.py)
     unsaved = getattr(trainer.reducer, "unsaved", "")
     if unsaved:
         raise CheckpointError(f"{folder}: has no {unsaved}, because each data rank has its own; "

@@ -28,7 +28,6 @@ from schedules import (
     chunks_of,
     make_schedule,
     placement,
-    splits_backward,
     validate,
 )
 from sizes import WIDTHS
@@ -58,20 +57,18 @@ class Config:
     cp_attention: str = flag("ring", "details", "how keys meet queries", ("ring", "all-to-all"))
     zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3); 0: DDP",
                      (0, 1, 2, 3))
-    schedule: str = flag("1f1b", "layout", "pipeline schedule; all but gpipe and 1f1b: [engine]",
+    schedule: str = flag("1f1b", "layout", "pipeline schedule",
                          tuple(SCHEDULES))
     chunks: int = flag(0, "details", "stages per pipeline rank, for interleaved; 0: 2")
     microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: 1, or up to "
                              "2 pp")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
-    collectives: str = flag("auto", "details", "ring: ours; native: torch's [engine]; auto: native "
+    collectives: str = flag("auto", "details", "ring: ours; native: torch's; auto: native "
                             "on GPUs, else ring", ("auto", "ring", "native"))
-    transport: str = flag("auto", "details", "auto: shared memory between ranks of one machine "
-                          "[engine], else gloo; gloo: gloo for all", ("auto", "gloo"))
+    transport: str = flag("auto", "details", "auto: shared memory between ranks of one machine, "
+                          "else gloo; gloo: gloo for all", ("auto", "gloo"))
     shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold replicas "
                       "of the shards; 0: all --dp")
-    fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
-                     "tp, ep, ddp, optimizer, pp", alone="all")
     arch: str = flag("gpt2", "model", "model.py's GPT-2 or llama.py's Llama, Qwen2, Qwen3",
                      ("gpt2", "llama", "qwen2", "qwen3"))
     n_layer: int = flag(4, "model", "transformer blocks")
@@ -105,7 +102,7 @@ class Config:
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
     eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
     device: str = flag("auto", "details", "where to compute", ("auto", "cpu", "cuda"))
-    compile: bool = flag(False, "details", "torch.compile each layer [engine]")
+    compile: bool = flag(False, "details", "torch.compile each layer")
     # Sizes of a Llama without a flag: those of the folder or checkpoint of --init-from or --resume
     n_hidden: int = flag(0, "", "hidden units of an MLP; 0: 8/3 of the width, rounded up to a "
                          "multiple of 64")
@@ -127,56 +124,6 @@ LIMITS = {  # (least, most): flags
     (1.0, 1e12): "rope_theta",
     (0, 1): "norm_eps",
 }
-
-
-# ---- which parts are engine/'s ----
-
-PARTS = {  # engine/parts.py says what each is
-    "mesh": "messages", "cp": "context parallelism", "tp": "tensor parallelism", "ep": "experts",
-    "ddp": "data parallelism and ZeRO", "optimizer": "optimizer", "pp": "pipeline"}
-
-
-def needed_parts(cfg):
-    """[(what a flag asks for, the parts of engine/ that alone have it)] of a resolved Config."""
-    schedule = SCHEDULES[cfg.schedule]
-    splits = splits_backward(cfg.schedule)
-    rows = [
-        (cfg.device == "cuda", "--device cuda", PARTS),  # the root knows no streams
-        (cfg.collectives == "native", "--collectives native", PARTS),
-        (cfg.compile, "--compile", PARTS),
-        (cfg.dtype == "float16", "--dtype float16", ("pp", "optimizer")),
-        (splits, f"--schedule {cfg.schedule}", ("pp", "tp", "ddp")),
-        (schedule.chunks != 1 and not splits, f"--schedule {cfg.schedule}", ("pp",)),
-        # The engine's columns keep a weight until backward, so a layer that gathers it must know
-        ("tp" in cfg.fast.split(",") and cfg.zero == 3, "--zero 3 with --fast tp", ("ddp",))]
-    return [(reason, parts) for condition, reason, parts in rows if condition]
-
-
-def choose_parts(cfg):
-    """Resolve --fast: the parts that it names, those that other flags need, and with any part the
-    engine's mesh, whose groups carry the messages of all parts. ValueError for an unknown part, or
-    if a part is needed and engine/ is not there."""
-    asked = [*PARTS] if cfg.fast == "all" else [part for part in cfg.fast.split(",") if part]
-    for part in asked:
-        require(part in PARTS, f"--fast {part} is no part of engine/; try {', '.join(PARTS)}")
-    wanted = {*asked, *(part for _, parts in needed_parts(cfg) for part in parts)}
-    if wanted:
-        wanted.add("mesh")
-        reason = needed_parts(cfg)[0][0] if needed_parts(cfg) else "--fast"
-        require((Path(__file__).parent.parent / "engine").is_dir(),
-                f"{reason} needs the folder engine/")
-    cfg.fast = ",".join(part for part in PARTS if part in wanted)
-
-
-def words_of_parts(cfg):
-    """A line that says which parts of a resolved Config are engine/'s, and which flags need them;
-    "" if all parts are the root's."""
-    if not cfg.fast:
-        return ""
-    parts = cfg.fast.split(",")
-    names = "all parts" if len(parts) == len(PARTS) else ", ".join(PARTS[part] for part in parts)
-    reasons = ", ".join(reason for reason, _ in needed_parts(cfg))
-    return f"of engine/: {names}" + (f" ({reasons})" if reasons else "")
 
 
 # ---- the command line ----
@@ -336,7 +283,6 @@ def resolve(cfg, world):
         cfg.microbatches = choose_microbatches(cfg)
     cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
     cfg.shard = cfg.shard or cfg.dp
-    choose_parts(cfg)
     if cfg.arch != "gpt2":
         if cfg.head_dim * cfg.n_head == cfg.n_embd:
             cfg.head_dim = 0
@@ -491,7 +437,7 @@ def note_slow_choices(cfg, local, gpus):
 
 
 def check_ring_kernels(cfg):
-    """ValueError if ring attention's GPU kernels (kernel() in engine/context_parallel.py) do not
+    """ValueError if ring attention's GPU kernels (kernel() in context_parallel.py) do not
     take these heads. A head's row is a multiple of 16 bytes: 8 numbers of 16 bits, or 4 of 32.
     Heads of 16 bits have up to 256 numbers. There is no kernel for 64 bits."""
     size = cfg.head_dim or cfg.n_embd // cfg.n_head
@@ -520,7 +466,6 @@ def check(cfg, world):
         cfg.collectives = "native" if cuda else "ring"
     require(not cfg.watch or cfg.collectives == "ring", f"{given(cfg, 'watch')} does not see the "
             "messages of torch's own collectives; add --collectives ring")
-    choose_parts(cfg)  # again: now the device is known
     return ranks
 
 

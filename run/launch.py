@@ -68,7 +68,7 @@ def start_rank(rank, size, store):
              "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
              signals.PARENT: str(os.getpid()),
              signals.STORE: f"{store}?rank={rank}&world_size={size}"}
-    # orig_argv: with the interpreter's own flags, such as -O or -m extras.planner
+    # orig_argv: with the interpreter's own flags, such as -O
     return subprocess.Popen(
         [sys.executable, *sys.orig_argv[1:]], env={**defaults, **os.environ, **place},
         # The terminal sends Ctrl-C to its foreground process group. A rank with a session of its

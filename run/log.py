@@ -23,7 +23,6 @@ from data.foreign import parse_json
 from mesh import grid
 from optimizer import learning_rate
 from run.checkpoint import read_manifest
-from run.config import words_of_parts
 from run.processes import all_gather_text
 from run.signals import in_words, program
 from sizes import bytes_per_parameter, peak_flops
@@ -43,10 +42,10 @@ def is_before(line, step):
 
 
 def open_metrics(path, start):
-    """Open metrics.jsonl to append to, for a run that begins with step `start`. Cut the
-    file at the first line of a step >= start, because this run writes the lines from there on, or
-    at a line that a crash has left incomplete. (A validation after the last step of a shorter run
-    is cut, too.)"""
+    """Open metrics.jsonl to append to, for a run that begins with step `start`. Cut the file at the
+    first line of a step >= start, because this run writes the lines from there on, or at a line
+    that a crash has left incomplete. (A validation after the last step of a shorter run is cut,
+    too.)"""
     if Path(path).is_file():
         with open(path, "r+", encoding="latin-1") as file:  # one character per byte
             kept = takewhile(lambda line: is_before(line, start), file.readlines())
@@ -155,7 +154,6 @@ class Log:
     def describe(self):
         """The lines before the first step: parts, model, rates, ranks, stages."""
         trainer, cfg, mesh = self.trainer, self.cfg, self.trainer.mesh
-        self.say(words_of_parts(cfg))
         device = "GPU" if mesh.device.type == "cuda" else "CPU"
         plural = "es" if cfg.microbatches > 1 else ""
         self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "

@@ -26,9 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from collectives import all_gather, all_reduce, maximum
+from collectives import CommunicationError, all_gather, all_reduce, maximum, naming
 from data.batches import DataError
-from group import CommunicationError, naming
 from mesh import connection_options
 from run import signals
 from run.config import fail
@@ -52,7 +51,7 @@ last_words = store
 
 def all_gather_text(text, world):
     """Collective: the list of every rank's text, on every rank. White space at the end is lost."""
-    # world.read(tensor) (group.py): wait, and return the tensor's numbers as a list
+    # world.read(tensor) (collectives.py): wait, and return the tensor's numbers as a list
     # surrogateescape: a path may hold bytes that are no characters
     data = bytearray(text.encode(errors="surrogateescape") + b" ")  # not empty
     length = torch.tensor([len(data)], device=world.device)
@@ -208,8 +207,8 @@ def meet(timeout=600, url="", rank=-1, size=-1):
     """Find the store that a url, run/launch.py or torchrun's environment describes, and wait there
     until all ranks have started."""
     global place, store, last_words
-    # naming(words) (group.py): re-raise a RuntimeError of the block as a CommunicationError that
-    # begins with these words
+    # naming(words) (collectives.py): re-raise a RuntimeError of the block as a CommunicationError
+    # that begins with these words
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         url = url or os.environ.get(signals.STORE, "env://")
         rendezvous = dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout))

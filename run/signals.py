@@ -91,10 +91,9 @@ def local_rank():
 
 
 def program():
-    """The name with which this program's lines begin: train.py or, of python -m extras.planner,
-    planner."""
-    folder, name = os.path.split(sys.argv[0])
-    return os.path.basename(folder) if name == "__main__.py" else name
+    """The name with which this program's lines begin: train.py or, of python -m run.export,
+    export.py."""
+    return os.path.basename(sys.argv[0])
 
 
 def in_words(error):
@@ -126,8 +125,6 @@ def end_quietly():
         sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A rank of extras.planner --measure: run/launch.py blocked STOPS before it started this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 # ---- signals ----

@@ -17,15 +17,13 @@ import sys
 import threading
 from collections import Counter, deque
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from group import wait_all
+from collectives import Group
 from mesh import DATA
 from run.processes import all_gather_text
+from transport.background import Background
 
 
 class Sent(NamedTuple):
@@ -41,49 +39,47 @@ class Sent(NamedTuple):
 # ---- who asked for a message ----
 
 ROOT = Path(__file__).parent.parent  # the repository
-# These files, and torch, carry messages for the functions of other files
-COLLECTIVES = [str(ROOT / name) for name in ("collectives.py", "engine/collectives.py")]
-GROUPS = [str(ROOT / name) for name in (
-    "group.py", "engine/group.py", "engine/nccl_group.py", "run/watch.py")]
-TORCH = f"{Path(torch.__file__).parent}/"
+COLLECTIVES = str(ROOT / "collectives.py")
+BACKGROUND = str(ROOT / "transport/background.py")
 
 
 def qualified_name(code):
-    """A function's name, behind those of its class and of the functions around it:
-    "DDP.gradients"; "gather_weight.backward" for a backward() inside of gather_weight();
-    "sum_over_ranks" for a lambda in sum_over_ranks(). (Python 3.10 knows the last part only, and a
-    lambda is "<lambda>".)"""
-    full = getattr(code, "co_qualname", code.co_name)  # "gather_weight.<locals>.backward"
+    """A function's name, behind those of its class and of the functions around it: "DDP.reduce";
+    "send_rows.move" for a move() inside of send_rows(); "sum_over_ranks" for a lambda in
+    sum_over_ranks(). (Python 3.10 knows the last part only, and a lambda is "<lambda>".)"""
+    full = getattr(code, "co_qualname", code.co_name)  # "send_rows.<locals>.move"
     return ".".join(part for part in full.split(".") if part[0] != "<") or code.co_name
 
 
-def origin(carrier=""):
+def origin(started_by=""):
     """Which collective sends the message, and which function called the collective, read from the
-    call stack: "all_reduce, ddp.py DDP.gradients". The end of this stack, the innermost call last:
+    call stack: "all_reduce, ddp.py DDP.reduce". The end of this stack, the innermost call last:
 
-        DDP.gradients                    ddp.py            the innermost call of another file
-        all_reduce                       collectives.py    the outermost collective inside of it
-        reduce_scatter                   collectives.py
-        exchange, note, message, origin  run/watch.py
+        DDP.reduce                 ddp.py            the innermost call of another file
+        all_reduce                 collectives.py    the outermost collective inside of it
+        reduce_scatter             collectives.py
+        exchange, note, origin     run/watch.py
 
-    Without a collective: the group's method, send or exchange. carrier: the name of the collective,
-    if the caller knows it."""
+    Without a collective: the group's method, send or exchange. started_by: the function that has
+    started what this thread runs, if the stack has no other: "zero.py ZeRO1.publish"."""
     frame = sys._getframe(1)
-    collective = method = ""
+    carrier = "exchange"
     while frame:
         path = frame.f_code.co_filename
-        if path in COLLECTIVES:
-            collective = frame.f_code.co_name
-        elif path in GROUPS:
-            method = frame.f_code.co_name
-        elif not path.startswith(TORCH):
+        if path == COLLECTIVES:
+            carrier = frame.f_code.co_name
+        elif path != __file__:
             break
         frame = frame.f_back
-    carrier = carrier or collective or method
-    if frame is None:  # a thread of autograd, on a GPU: its stack begins in torch
-        return carrier
-    file = path.removeprefix(f"{ROOT}/")
-    return f"{carrier}, {file} {qualified_name(frame.f_code)}"
+    if path == BACKGROUND:
+        return f"{carrier}, {started_by}"
+    return f"{carrier}, {function_of(frame)}"
+
+
+def function_of(frame):
+    """The file and the name of the function that runs in a frame: "ddp.py DDP.reduce"."""
+    file = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+    return f"{file} {qualified_name(frame.f_code)}"
 
 
 # ---- note ----
@@ -105,42 +101,11 @@ def axis_of(group, sizes):
     return "+".join(axis for axis in ("dp", "pp", "cp", "tp") if axis in axes)
 
 
-def watched(group_class, watch):
-    """A subclass of group_class, which is the root's Group or one of engine/'s. Its groups report
-    each message and each job to `watch`."""
-
-    class Watched(group_class):
-
-        def exchange(self, send=None, dst=None, recv=None, src=None, **options):
-            # A group of engine/ has a thread, which sends the messages of submitted jobs. Let it
-            # send them before this message is numbered: key() counts in the order of sending
-            if hasattr(self, "wait_for_jobs"):
-                self.wait_for_jobs()
-            ends = [(send, dst, recv, src), *options.get("more", ())]  # more: an option of engine/
-            keys = watch.note(self, ends)
-            work = super().exchange(send, dst, recv, src, **options)
-            # work.wait() calls the functions in waits, in order. The last one notes that these
-            # messages have arrived
-            work.waits = [*work.waits, partial(watch.awaited, keys, 1)]
-            return work
-
-        # Only groups of engine/ have submit(). A thread of the group runs the job; on a GPU the
-        # rank's own thread runs it, at once
-        def submit(self, job, name):
-            # origin(name) here, because the job's thread has another stack
-            job, ended = watch.job(self, origin(name), job)
-            work = super().submit(job, name)
-            work.waits = [*work.waits, partial(watch.awaited, [ended], 0)]
-            watch.submitted.append(work)
-            return work
-
-    return Watched
-
-
 class Watch:
     """One rank's notes of a step. Each thread has a list of its events, of two kinds:
 
-        ("did", key, 0)          the thread sent a message, or submitted or ended a job
+        ("did", key, 0)          the thread sent a message, or started or ended a job, which is a
+                                 function that runs in the background
         ("awaited", key, n)      the thread waited for the event `key`. From here on its clock
                                  shows at least the tick of that event + n; n is 1 for a message,
                                  0 for a job
@@ -149,34 +114,57 @@ class Watch:
     def __init__(self, mesh):
         self.mesh = mesh
         self.sent = {}  # key -> Sent, of this rank
-        # The events of each thread. Key "": the rank's own thread; the name of a group: its thread
-        self.lanes = {"": []}
+        # The events of the rank's own thread, and of its jobs (on a GPU the rank's own thread runs
+        # these, too, as they are started)
+        self.lanes = {"own": [], "background": []}
         self.numbers = Counter()  # messages so far, by group, sender and receiver
-        self.submitted = []  # the Works of jobs
-        # In a thread that runs a job: here.events, its list in lanes, and here.what, of the job's
-        # messages. Else both are unset
+        self.jobs = []  # of each job the function that waits for its end
+        # In a thread that runs a job: here.started_by, the function that started the job
         self.here = threading.local()
 
     @contextmanager
     def step(self):
-        """Note what this rank sends in this context: meanwhile the mesh's groups are Watched."""
-        usual = self.mesh.group_class
-        self.become(watched(usual, self))
-        yield
-        wait_all(self.submitted)
-        self.become(usual)
+        """Note what this rank sends in this context: Group.exchange and Background.start, which all
+        messages and all jobs pass, are replaced meanwhile."""
+        exchange, start = Group.exchange, Background.start
 
-    def become(self, group_class):
-        self.mesh.group_class = group_class  # for groups that are made during the step
-        for group in self.mesh.groups.values():
-            group.__class__ = group_class
+        def noted_exchange(group, send=None, dst=None, recv=None, src=None, combine=None):
+            awaited = self.note(group, send, dst, recv, src)
+            work = exchange(group, send, dst, recv, src, combine)
+            finish = work.finish
 
-    def did(self, key):
-        getattr(self.here, "events", self.lanes[""]).append(("did", key, 0))
+            def finish_and_note():
+                finish()
+                for key in awaited:
+                    self.event("awaited", key, 1)
 
-    def awaited(self, keys, ticks):
-        events = getattr(self.here, "events", self.lanes[""])
-        events += [("awaited", key, ticks) for key in keys]
+            work.finish = finish_and_note
+            return work
+
+        def noted_start(background, function, *args):
+            name = f"job {len(self.jobs)} of rank {self.mesh.rank}"
+            self.event("did", f"start of {name}")
+            job = self.job(function, name, function_of(sys._getframe(1)))
+            wait = start(background, job, *args)
+            self.jobs.append(wait)
+
+            def wait_and_note():
+                wait()
+                self.event("awaited", f"end of {name}", 0)
+
+            return wait_and_note
+
+        Group.exchange, Background.start = noted_exchange, noted_start
+        try:
+            yield
+            for wait in self.jobs:
+                wait()
+        finally:
+            Group.exchange, Background.start = exchange, start
+
+    def event(self, kind, key, ticks=0):
+        lane = "background" if hasattr(self.here, "started_by") else "own"
+        self.lanes[lane].append((kind, key, ticks))
 
     def key(self, group, src, dst):
         """A name for the next message from one rank of a group to another. Both ranks count the
@@ -185,47 +173,35 @@ class Watch:
         self.numbers[pair] += 1
         return f"{pair} {self.numbers[pair]}"
 
-    def note(self, group, ends):
-        """Note a call of exchange(). ends: [(send, dst, recv, src)] of the call, several if it has
-        the option `more`. Returns the keys of the messages that its Work waits for."""
-        keys = []
-        for send, dst, recv, src in ends:
-            if recv is not None and recv.numel() > 0:
-                keys.append(self.key(group, src, group.rank))
-            if send is not None and send.numel() > 0:
-                keys.append(self.key(group, group.rank, dst))
-                self.did(keys[-1])
-                self.sent[keys[-1]] = self.message(keys[-1], group, send, dst)
-        return keys
+    def note(self, group, send, dst, recv, src):
+        """Note a call of exchange(). Returns the keys of the messages that arrive by it: one or
+        none."""
+        if send is not None and send.numel() > 0:
+            key = self.key(group, group.rank, dst)
+            self.event("did", key)
+            self.sent[key] = Sent(key, self.mesh.rank, group.ranks[dst],
+                                  axis_of(group, self.mesh.sizes),
+                                  origin(getattr(self.here, "started_by", "")),
+                                  list(send.shape), send.numel() * send.element_size())
+        arrives = recv is not None and recv.numel() > 0
+        return [self.key(group, src, group.rank)] if arrives else []
 
-    def message(self, key, group, send, dst):
-        what = getattr(self.here, "what", "") or origin()
-        return Sent(key, self.mesh.rank, group.ranks[dst], axis_of(group, self.mesh.sizes), what,
-                    list(send.shape), send.numel() * send.element_size())
+    def job(self, function, name, started_by):
+        """Returns a function that runs `function` as a job, and notes its beginning and its end."""
+        def job(*args):
+            self.here.started_by = started_by
+            self.event("awaited", f"start of {name}", 0)
+            function(*args)
+            self.event("did", f"end of {name}")
+            del self.here.started_by
 
-    def job(self, group, what, run):
-        """Returns (job, key). job() calls run(), and notes its beginning and its end. key: the
-        name of the end's event. what: of the job's messages."""
-        name = f"job {len(self.submitted)} of rank {self.mesh.rank}"
-        self.did(f"submit {name}")
-
-        def job():
-            before = vars(self.here).copy()  # restored below: the rank's own thread may run the job
-            self.here.events = self.lanes.setdefault(group.name, [])
-            self.here.what = what
-            self.awaited([f"submit {name}"], 0)
-            run()
-            self.did(f"end {name}")
-            vars(self.here).clear()
-            vars(self.here).update(before)
-
-        return job, f"end {name}"
+        return job
 
     def story(self, which):
         """Collective: on rank 0 the lines of the step, elsewhere "". which: "all", the number of a
         rank, or an axis."""
-        # sorted: the same order in every run, whichever thread was first
-        lanes = [self.lanes[name] for name in sorted(self.lanes)]
+        # Lane by lane: the same order in every run, whichever thread was first
+        lanes = [*self.lanes.values()]
         sent = [self.sent[key] for lane in lanes for kind, key, _ in lane
                 if kind == "did" and key in self.sent]
         texts = all_gather_text(json.dumps([sent, lanes]), self.mesh.world)

@@ -1,4 +1,4 @@
-"""Fixtures of all rooms, the check that no test leaves pytest's process changed, two options.
+"""Fixtures of all rooms, and the option --quick.
 
 With test_all.py two processes (workers) run tests, each a file at a time; each has its own fixtures
 and its own pool. Imports stand inside of the fixtures: the process that hands the files out needs
@@ -10,8 +10,7 @@ import shutil
 
 import pytest
 
-SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_accidents.py",
-        "test_isolation.py")
+SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py")
 # In a test's name
 LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m", "two_steps_say")
 
@@ -21,7 +20,6 @@ LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m", "two_step
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="a minute: the first case of each "
                      f"test, without {', '.join(SLOW)}")
-    parser.addoption("--reversed", action="store_true", help="the last test first")
 
 
 def pytest_configure(config):
@@ -41,8 +39,6 @@ def pytest_collection_modifyitems(config, items):
                 kept.append(item)
             seen.add(test)
         items[:] = kept
-    if config.getoption("--reversed"):
-        items.reverse()
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -52,16 +48,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 # ---- fixtures ----
-
-
-@pytest.fixture(autouse=True)
-def _process_stays_as_it_was():
-    """Fails a test that leaves pytest's process changed, and undoes that."""
-    from tests import isolation
-    before = isolation.state()
-    yield
-    changed = isolation.restore(before)
-    assert not changed, f"this test has left another {', '.join(changed)} in pytest's process"
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ What a fork adds here:
 import itertools
 import math
 import os
-import shlex
 import tempfile
 from dataclasses import fields, replace
 from functools import cache
@@ -26,13 +25,11 @@ import numpy as np
 import pytest
 import torch
 
-import mesh as mesh_file
 import train
 from data.batches import Data
-from engine.mesh import Mesh
 from experts import balance_loss, kind_of
 from model import build
-from run.config import PARTS, Config, check, check_layout
+from run.config import Config, check, check_layout
 from run.copies import replicas_agree, whole_slices
 from sizes import config_of
 from tests.pool import pool
@@ -41,7 +38,6 @@ from tests.pool import pool
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HERE = Path(__file__).resolve().parent.parent  # the repository
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
-IN_ORDER = bool(os.environ.get("IN_ORDER"))  # all groups in NCCL's manner, on gloo
 FULL = bool(os.environ.get("FULL"))  # also tests that take long
 needs_minutes = pytest.mark.skipif(not FULL, reason="only with FULL=1")
 
@@ -58,22 +54,11 @@ def config(corpus, **flags):
     layout, unless n_layer is among the flags."""
     pp, chunks = flags.get("pp", 1), flags.get("chunks", 1)
     n_layer = max(SHAPE["n_layer"], pp, pp * chunks - 2)  # embedding and head are layers, too
-    base = dict(SHAPE, n_layer=n_layer, fast=",".join(PARTS), data=corpus, dtype="float64",
+    base = dict(SHAPE, n_layer=n_layer, data=corpus, dtype="float64",
                 batch_size=BATCH, steps=STEPS, lr=1e-2, dp=1, chunks=1, warmup_steps=1,
                 grad_clip=0.2, device="cpu",
                 eval_interval=0, out=tempfile.gettempdir())
     return Config(**{**base, **flags})
-
-
-def sizes_of(cfg):
-    return {name: getattr(cfg, name) for name in ("dp", "pp", "cp", "tp", "ep", "shard")}
-
-
-def mesh_of(cfg, in_order=IN_ORDER):
-    if not cfg.fast:
-        return mesh_file.Mesh(cfg.device, **sizes_of(cfg))
-    return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order,
-                transport=cfg.transport, **sizes_of(cfg))
 
 
 def whole_batch(corpus, step, batch_size=BATCH, block_size=SHAPE["block_size"]):
@@ -174,7 +159,7 @@ class Raw:
 def _train(rank, cfg, steps=STEPS, mesh=None, kinds=("grads", "weights")):
     """Trains some steps on one rank. Returns what equals_one_process compares, step by step: first
     the initial weights. kinds: which tensors of each step to return."""
-    mesh = mesh or mesh_of(cfg)
+    mesh = mesh or train.make_mesh(cfg, cfg.device)
     trainer = train.Trainer(cfg, mesh, VOCAB)
     raw = Raw(trainer) if "grads" in kinds else None
     data = Data(cfg)
@@ -248,22 +233,6 @@ def matches(cfg, got, step, kinds, want, tolerance=TOLERANCE):
             close(full[name], value, f"step {step} {kind} {name}", tolerance)
 
 
-def how_to_find_the_cause(cfg):
-    """The commands that write a dump of one process and one of this layout, and compare the two."""
-    one = layout = ""  # flags of one process, and those of several
-    for field in fields(cfg):
-        value = getattr(cfg, field.name)
-        if value != field.default and field.name != "out":
-            given = [] if value is True else [str(value)]
-            flag = " " + shlex.join([f"--{field.name.replace('_', '-')}", *given])
-            if field.metadata["group"] == "layout" or field.name in ("chunks", "shard"):
-                layout += flag
-            else:
-                one += flag
-    return (f"These commands look for the cause:\npython -m extras.doctor.record one{one}\n"
-            f"python -m extras.doctor.record many{one}{layout}\npython -m extras.doctor one many")
-
-
 def equals_one_process(corpus, run=_train, *args, build=build, tolerance=TOLERANCE, **flags):
     """AssertionError unless the layout of these flags trains like one process. run(rank, cfg,
     *args): what each rank runs, _train or a function that returns the same; build: makes the model
@@ -273,10 +242,7 @@ def equals_one_process(corpus, run=_train, *args, build=build, tolerance=TOLERAN
     world = check(cfg, 1) if cfg.device == "cpu" else check_layout(cfg, 1)
     got = pool(world, run, cfg, *args)
     want = reference(corpus, build, **same_model(cfg))
-    try:
-        compare(cfg, got, want, tolerance)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{how_to_find_the_cause(cfg)}") from None
+    compare(cfg, got, want, tolerance)
     return got, want
 
 

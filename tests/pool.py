@@ -17,10 +17,7 @@ from multiprocessing.connection import wait
 import torch
 from torch.distributed import ProcessGroupGloo
 
-import engine.group as engine_group
-import engine.mesh as engine_mesh
-import mesh as mesh_file
-from engine.nccl_group import InOrderGroup
+from mesh import Mesh
 from run.config import Config
 from run.processes import init, shutdown
 
@@ -48,32 +45,28 @@ class Communicators:
     """Keeps this rank's connections to other ranks from test to test.
 
     A mesh would make connections of its own, and close them when Python collects the mesh: at any
-    time, perhaps within a later test, and at 10 ms each. So communicator() of both Meshes (root and
-    engine) is replaced by the one below."""
+    time, perhaps within a later test, and at 10 ms each. So Mesh.communicator() is replaced by the
+    one below."""
 
     def __init__(self, folder):
         self.store = torch.distributed.FileStore(f"{folder}/groups")  # where ranks find each other
         self.device = ProcessGroupGloo.create_device(interface="lo")  # a thread, shared by all
-        # {(ranks of the world, which mesh of the test, group's name, its ranks): connections}
+        # {(ranks of the world, which mesh of the test, its ranks, how many before): connections}
         self.kept = {}
         # Groups that this test has made, in order. The pool compares them: all ranks of a mesh must
         # make the same groups in the same order, also those to which they do not belong
         self.asked = []
-        self.meshes = []  # that this test has made, in order
-        self.usual = engine_mesh.Mesh.communicator
+        self.usual = Mesh.communicator
 
-    def communicator(self, mesh, name, ranks):
+    def communicator(self, mesh, ranks):
         """The kept connections of a group; None where this rank is not in it."""
-        self.asked.append((name, ranks))
-        if mesh not in self.meshes:
-            self.meshes.append(mesh)
-        # Groups that call torch's functions need a process group that torch knows
-        if isinstance(mesh, engine_mesh.Mesh) and (
-                mesh.native or issubclass(mesh.group_class, InOrderGroup)):
-            return self.usual(mesh, name, ranks)
-        # A second mesh of a test has connections of its own: the first may have work under way
-        number = self.meshes.index(mesh)
-        key = math.prod(mesh.sizes.values()), number, name, tuple(ranks)
+        number = self.asked.count(ranks)
+        self.asked.append(ranks)
+        # Groups that call torch's own collectives need a process group that torch knows
+        if mesh.native or mesh.device.type == "cuda":
+            return self.usual(mesh, ranks)
+        # Each group of a test has connections of its own
+        key = math.prod(mesh.sizes.values()), number, tuple(ranks)
         if mesh.rank in ranks and key not in self.kept:
             options = ProcessGroupGloo._Options()
             options._devices, options._timeout = [self.device], timedelta(seconds=HANG)
@@ -81,22 +74,11 @@ class Communicators:
             self.kept[key] = ProcessGroupGloo(store, ranks.index(mesh.rank), len(ranks), options)
         return self.kept.get(key)
 
-    def drain(self):
-        """Wait for what the test has left under way, so that no message meets the next test's."""
-        for mesh in self.meshes:
-            for group in mesh.groups.values():
-                if isinstance(group, engine_group.Group):
-                    group.last.wait()
-            if isinstance(mesh, engine_mesh.Mesh):
-                mesh.close()
-        self.meshes, self.asked = [], []
-
 
 def _worker(rank, jobs, results, folder):
     torch.set_num_threads(1)
     groups = Communicators(folder)
-    for owner in (engine_mesh.Mesh, mesh_file.Mesh):
-        owner.communicator = lambda *args: groups.communicator(*args)
+    Mesh.communicator = lambda *args: groups.communicator(*args)
     # Lazy: the world's own connections, which only shutdown() uses, are made for the barrier
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_GLOO_LAZY_INIT="1")
     # Several ranks on one GPU: NCCL takes them for different machines
@@ -111,7 +93,7 @@ def _worker(rank, jobs, results, folder):
             init(device, HANG, f"file://{rendezvous}", rank, world)
             value = fn(rank, *args)
             results.put((number, rank, packed((value, groups.asked)), None))
-            groups.drain()
+            groups.asked = []
             shutdown()  # while the test looks at the results
         except BaseException:
             results.put((number, rank, None, traceback.format_exc()))
@@ -121,7 +103,7 @@ def _worker(rank, jobs, results, folder):
 def forkserver():
     """Processes start from one that has imported torch: in a tenth of a second."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness", "torch._dynamo"])
+    context.set_forkserver_preload(["train"])
     return context
 
 

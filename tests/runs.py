@@ -18,7 +18,7 @@ import torch
 
 import train
 from run import tensorfile
-from tests.harness import FULL, HERE, VOCAB
+from tests.harness import HERE, VOCAB
 from tests.isolation import as_it_was
 from tests.pool import HANG, forkserver, pool
 
@@ -168,15 +168,10 @@ def losses(log):
             map(json.loads, Path(log).read_text().splitlines())]
 
 
-STORM = [(8 if FULL else 5, {"zero": 2, "dp": 2}), (4, {"tp": 2, "sp": True}),
-         (4, {"cp": 2, "zero": 3}), (4, {"dp": 2, "ep": 2, "experts": 4, "zero": 3})]
-
-
-def launched(argv, agent=False):
-    """Start train.py on two ranks, by its own launcher or by torchrun (agent). Returns the process
-    that has started the ranks, and the ranks' pids in no order."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
-    run = start(*torchrun, "train.py", *argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def launched(argv):
+    """Start train.py on two ranks, by its own launcher. Returns the launcher, and the ranks' pids
+    in no order."""
+    run = start("train.py", *argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def ranks():
         said = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)

@@ -22,11 +22,11 @@ import tiktoken
 import torch
 
 import train
+from collectives import naming
 from data.batches import Data, DataError, load_tokenizer
 from data.prepare import (
     BYTES,
     PATTERN,
-    UNFINISHED,
     encode,
     learn_bpe,
     make_encoding,
@@ -36,14 +36,13 @@ from data.prepare import (
     train_and_val,
     write_whole,
 )
-from engine.mesh import Mesh
-from group import CommunicationError, naming
+from mesh import Mesh
 from run import processes, signals
 from run.config import check
 from run.launch import start
 from run.processes import out_of_memory
 from sizes import peak_flops
-from tests.harness import HERE, config, needs_minutes
+from tests.harness import HERE, config
 from tests.runs import Run, command, flags, one_line
 
 FORGED = {  # meta.json: a text, or what is put into a sound one
@@ -122,7 +121,6 @@ def damaged(corpus, tmp_path, how):
     ("--ep 4 --dp 4 --shard 2 --experts 4", "--ep 4 must divide --shard 2; try 1 or 2"),
     ("--dp 4 --shard 3", "--shard 3 must divide --dp 4; try 1 or 2 or 4"),
     ("--shard 1000000000", "--shard 1000000000 must be from 0 to 1,000,000"),
-    ("--fast tp,torch", "--fast torch is no part of engine/; try mesh, cp, tp, ep, ddp, optimizer"),
     ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2, --tp 1; "
                                   "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
@@ -143,6 +141,18 @@ def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, ca
 
 
 TWO_RANKS = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("words", [
+    "train.py --help", "train.py --stepz 3", "train.py --tp 3", "train.py --tp 2 --dp 2 --zero 9",
+    "sample.py --bogus", "-m run.export --bogus", "data/prepare.py --bogus"])
+def test_help_and_wrong_flags_do_not_wait_for_torch(words):
+    run = command("-X", "importtime", *words.split())
+    imported = re.findall(r"^import time:.*\| +(\S+)$", run.stderr, re.MULTILINE)
+    said = [line for line in run.stderr.splitlines() if not line.startswith("import time:")]
+    helped = words.endswith("--help")
+    assert (run.returncode, len(said)) == ((0, 0) if helped else (2, 1)), said
+    assert "argparse" in imported and "torch" not in imported
 
 
 @pytest.mark.parametrize("env,says", [
@@ -243,42 +253,12 @@ def test_each_card_has_its_own_peak(gpu, tflops):
     assert peak_flops(gpu) == 1e12 * tflops
 
 
-@needs_minutes
 def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     runs = [command("train.py", "--dp", 3, "--data", corpus, env={
         "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1"}) for rank in "01"]
     assert [run.returncode for run in runs] == [2, 2]
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
-
-
-def test_without_local_rank_the_error_of_each_machine_is_printed(corpus, tmp_path):
-    """As in pods, whose disks are their own: rank 0 cannot know why rank 1 has ended."""
-    run = command("train.py", "--dp", 2, "--data", tmp_path / "missing", "--device", "cpu", env={
-        "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-    assert run.returncode == 2 and run.stderr.count("\n") == 1
-    assert f"--data {tmp_path}/missing: train.bin is missing" in run.stderr
-
-
-def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setattr(processes, "store", torch.distributed.HashStore())
-    machines = "abacba"
-    for rank, machine in enumerate(machines):
-        processes.store.set(f"machine of rank {rank}", machine)
-    local = []
-    for rank in range(6):
-        monkeypatch.setattr(processes, "place", (rank, 6))
-        monkeypatch.setenv("RANK", str(rank))
-        processes.number_ranks_of_machine()
-        local.append(signals.local_rank())
-        assert int(os.environ["LOCAL_WORLD_SIZE"]) == machines.count(machines[rank])
-    assert local == [0, 0, 1, 0, 1, 2]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(CommunicationError, match="^rank 5: --device cuda: 3 processes here but 2 "):
-        processes.choose_device("cuda")  # rank 5 is the third one of its machine
 
 
 def test_no_folder_for_temporary_files_is_one_line(corpus, tmp_path, capsys, monkeypatch):
@@ -310,8 +290,7 @@ def test_a_safe_path_finds_the_files_all_the_same(corpus, tmp_path):
 
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
     """It says at once what it trains: the launcher does not import torch, which takes a second. A
-    rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one.
-    Without --fast it imports nothing of engine/."""
+    rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one."""
     def argv(name, **more):
         return flags(corpus, tmp_path / name, **more)
 
@@ -326,14 +305,10 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
     (tmp_path / "a name with spaces").mkdir()
     with ThreadPoolExecutor(2) as threads:
         runs = (threads.submit(train_py, "alone", eval_interval=9),
-                threads.submit(train_py, "fast", eval_interval=9, fast=True),
                 threads.submit(train_py, "four", tp=2, pp=2, **more))
-    (_, rank), (_, fast_rank), (said, four_and_launcher) = (run.result() for run in runs)
+    (_, rank), (said, four_and_launcher) = (run.result() for run in runs)
     assert four_and_launcher["argparse"] == 5 and four_and_launcher["torch"] == 4
-    for imported in (rank, fast_rank):
-        assert imported["torch"] == 1 and not imported.keys() & {"torch._dynamo", "sympy"}
-    assert fast_rank["engine.parts"] == 1
-    assert not any(name.startswith("engine") for name in rank.keys() | four_and_launcher.keys())
+    assert rank["torch"] == 1 and not rank.keys() & {"torch._dynamo", "sympy"}
     assert said.startswith("GPT of 2 layers, 8 wide, on 4 ranks: 2 pipeline x 2 tensor; "
                            "loading torch\n")
     assert [int(n) for n in re.findall(r"^step +(\d+)  loss", said, re.MULTILINE)] == [
@@ -455,7 +430,7 @@ def test_a_folder_that_is_half_replaced_is_not_marked_as_complete(tmp_path, monk
     for at in old:
         assert not replaced_until_it_fails({**old, "meta.json": b'{"x": 1}'}, at)
         assert replaced_until_it_fails(old, at)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([UNFINISHED, *old])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(old)
 
 
 def test_a_file_that_is_cut_off_during_the_run_is_named(corpus, tmp_path):
@@ -505,9 +480,3 @@ def test_a_long_text_is_encoded_in_pieces_as_it_is_whole():
     enc = make_encoding("bpe", learn_bpe(text, 270))
     with ThreadPoolExecutor(2) as pool:
         assert encode(enc, [text], "text", pool).tolist() == enc.encode_ordinary(text)
-
-
-def test_only_processes_py_of_the_rooms_names_torch_distributed():
-    for folder in ("run", "data"):
-        for path in (HERE / folder).rglob("*.py"):
-            assert ("torch.distributed" in path.read_text()) == (path.name == "processes.py"), path

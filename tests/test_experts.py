@@ -6,14 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-import engine.collectives as c
-import engine.ddp as ddp
-import engine.expert_parallel as expert_parallel
-import engine.parts as parts
+import ddp
+import experts
 import model as model_file
 import train
 from data.batches import Data
-from experts import MixtureGPT
+from experts import MixtureGPT, MixtureOfExperts
 from model import GPT, build
 from run.config import check
 from sizes import GPTConfig
@@ -24,11 +22,10 @@ from tests.harness import (
     close,
     config,
     equals_one_process,
-    mesh_of,
-    pool,
     reference,
     train_with,
 )
+from tests.pool import pool
 
 
 def lopsided(name, shape, config, seed, usual=model_file.initial_value):
@@ -51,14 +48,22 @@ def _lopsided(rank, cfg):
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2, "ep": 2, "top_k": 1}, {"dp": 2, "ep": 2, "zero": 3, "microbatches": 2},
-    {"dp": 2, "ep": 2, "top_k": 1, "fast": ""},
     {"dp": 2, "ep": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 2, "zero": 2, "top_k": 1},
-    {"tp": 2, "top_k": 1}, {"dp": 4, "ep": 4, "recompute": True},
-    {"dp": 2, "ep": 2, "tp": 2, "microbatches": 2}], ids=str)
+    {"dp": 4, "ep": 4, "recompute": True}, {"dp": 2, "ep": 2, "tp": 2, "sp": True}], ids=str)
 def test_an_expert_without_tokens_and_one_with_all(corpus, flags, monkeypatch):
     monkeypatch.setattr(model_file, "initial_value", lopsided)
     monkeypatch.setattr("tests.harness.reference", reference.__wrapped__)  # not from the cache
     equals_one_process(corpus, _lopsided, experts=4, **{"microbatches": 1, **flags})
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"microbatches": 4}, {"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2},
+    {"tp": 2}, {"tp": 2, "sp": True}, {"dp": 2, "ep": 2, "tp": 2, "sp": True, "zero": 2},
+    {"cp": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}], ids=str)
+def test_losses_gradients_and_balance_are_one_process_in_every_layout(corpus, flags):
+    """The balance loss is a sum over sequences, so no cut of the batch changes it."""
+    got, want = equals_one_process(corpus, experts=4, **{"microbatches": 1, **flags})
+    assert all(step["balance"] > 0 for step in want[1:])
 
 
 def test_experts_are_what_a_loop_over_tokens_says():
@@ -99,19 +104,15 @@ def test_experts_are_what_a_loop_over_tokens_says():
 def _left_behind(rank, cfg):
     """How many of the inputs of blocks' modules are alive when a step is over; how many there were.
     """
-    mesh = mesh_of(cfg)
+    mesh = train.make_mesh(cfg, cfg.device)
     trainer = train.Trainer(cfg, mesh, VOCAB)
-    if cfg.fast:
-        layers = [layer for stage in trainer.pipeline.stages.values() for layer in stage.layers]
-    else:
-        layers = trainer.pipeline.layers
     live, calls = weakref.WeakSet(), []
 
     def note(module, args):
         live.add(args[0])
         calls.append(module)
 
-    for block in layers:
+    for block in (layer for layers in trainer.pipeline.stages.values() for layer in layers):
         if hasattr(block, "mlp"):
             for module in (block.ln_2, block.mlp, block.attn.c_proj):
                 module.register_forward_pre_hook(note)
@@ -119,11 +120,10 @@ def _left_behind(rank, cfg):
     return len(live), len(calls)
 
 
-@pytest.mark.parametrize("fast", ["", "all"])
-def test_recomputing_experts_leaves_nothing_behind(corpus, fast):
+def test_recomputing_experts_leaves_nothing_behind(corpus):
     """A block keeps the balance term that it has computed again, and by it that graph, which must
     have no activations."""
-    cfg = config(corpus, pp=2, experts=4, recompute=True, microbatches=3, fast=fast)
+    cfg = config(corpus, pp=2, experts=4, recompute=True, microbatches=3)
     live, calls = zip(*pool(check(cfg, 1), _left_behind, cfg), strict=True)
     # forward, and again: three modules in each microbatch
     assert live == (0, 0) and sum(calls) == 2 * 3 * 3 * SHAPE["n_layer"]
@@ -137,23 +137,36 @@ def test_flops_are_those_of_the_experts_that_a_token_meets():
     assert flops[1] - flops[0] == 6 * 2 * (16 * 8 + 16)
 
 
+def test_scores_of_a_16_bit_model_have_32_bits():
+    """In 16 bits neighbouring scores are equal."""
+    generator = torch.Generator().manual_seed(0)
+    layer = MixtureOfExperts(GPTConfig(VOCAB, 8, 1, 1, 64, n_experts=16)).bfloat16()
+    torch.nn.init.normal_(layer.router.weight, generator=generator)
+    seen, layer.run_experts = [], lambda x, gates, chosen: seen.append((gates, chosen))
+    x = torch.randn(64, 8, 64, generator=generator).bfloat16()
+    layer(x)
+    (gates, chosen), = seen
+    scores, want = (x.float() @ layer.router.weight.float().T).topk(2)
+    assert torch.equal(chosen, want) and gates.dtype == torch.bfloat16
+    assert (gates - scores.softmax(-1)).abs().max() < 2**-8
+    assert layer.balance.dtype == torch.float
+
+
 def _bug_of_experts(rank, cfg, bug):
-    def averaged(self, finish=ddp.DDP.finish):
-        finish(self)
-        for bucket in self.buckets:
-            if any("experts" in p.tag.name for p in bucket.params):
-                for _, grad in self.grad_pieces(bucket):
-                    grad.div_(cfg.dp)
+    def averaged(self, flat, reduce=ddp.DDP.reduce):
+        reduce(self, flat)
+        if any("experts" in param.tag.name for param in flat.params):
+            flat.grads.div_(cfg.dp)
 
-    def fixed_gates(self, x, gates, chosen, call=expert_parallel.SpreadExperts.__call__):
-        return call(self, x, gates.detach(), chosen)
+    def fixed_gates(x, gates, chosen, experts, group, call=experts.dispatch_and_combine):
+        return call(x, gates.detach(), chosen, experts, group)
 
-    def rolled(*args, run=expert_parallel.SpreadExperts.run_at_owners):
+    def rolled(*args, run=experts.run_by_expert):
         return run(*args).roll(1, 0)
 
     seen = []
 
-    def another_microbatch(model, mesh, sp, spread=expert_parallel.spread_experts):
+    def another_microbatch(model, mesh, sp, spread=experts.spread_experts):
         spread(model, mesh, sp)
         for block in model.layers[1:-1]:
             def last(counts):
@@ -161,12 +174,10 @@ def _bug_of_experts(rank, cfg, bug):
                 return seen[max(0, len(seen) - 1 - cfg.n_layer)]
             block.mlp.sum_counts = last
 
-    patches = {"averaged over the data ranks": (ddp.DDP, "finish", averaged),
-               "gates not differentiated": (expert_parallel.SpreadExperts, "__call__",
-                                            fixed_gates),
-               "combined in another order": (expert_parallel.SpreadExperts, "run_at_owners",
-                                             rolled),
-               "counts of another microbatch": (parts, "spread_experts", another_microbatch)}
+    patches = {"averaged over the data ranks": (ddp.DDP, "reduce", averaged),
+               "gates not differentiated": (experts, "dispatch_and_combine", fixed_gates),
+               "combined in another order": (experts, "run_by_expert", rolled),
+               "counts of another microbatch": (train, "spread_experts", another_microbatch)}
     return train_with(rank, cfg, *patches[bug])
 
 
@@ -180,38 +191,53 @@ def test_bugs_of_experts_are_noticed(corpus, bug):
 def _expert_bytes(rank, cfg):
     """(bytes sent in the expert group, rows that went to other ranks or came back from this one,
     forwards of a layer, tokens counted by the routers of all ranks, experts in each weight)"""
-    mesh = mesh_of(cfg)
+    mesh = train.make_mesh(cfg, cfg.device)
     trainer, moved, calls = train.Trainer(cfg, mesh, VOCAB), 0, 0
-    group, run = mesh.group("ep"), c.all_to_all
+    group, usual = mesh.group("ep", "tp") if cfg.sp else mesh.group("ep"), experts.all_to_all
 
-    def counting(outputs, inputs, group, run=expert_parallel.all_to_all):
+    def counting(outputs, inputs, group):
         nonlocal moved, calls
         if inputs[0].dtype == torch.double:
             moved += sum(len(part) for i, part in enumerate(inputs) if i != group.rank)
         else:
             calls += 1
-        return run(outputs, inputs, group)
+        return usual(outputs, inputs, group)
 
-    run, expert_parallel.all_to_all = expert_parallel.all_to_all, counting
-    _, sums = trainer.step(Data(cfg).training(cfg, 0, mesh), 1e-3)
-    expert_parallel.all_to_all = run
+    experts.all_to_all = counting
+    try:
+        _, sums = trainer.step(Data(cfg).training(cfg, 0, mesh), 1e-3)
+    finally:
+        experts.all_to_all = usual
     loads = sums[3:].view(trainer.routing.table.shape)[:, 1:].sum().item()
-    held = {len(param) for layer in trainer.pipeline.stages[0].layers[1:-1]
+    held = {len(param) for layer in trainer.pipeline.stages[0][1:-1]
             for param in layer.mlp.experts.parameters()}
     return group.bytes_sent, moved, calls, loads, held
 
 
-@pytest.mark.parametrize("flags", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "tp": 2, "sp": True},
+@pytest.mark.parametrize("flags", [{"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sp": True},
                                    {"dp": 2, "ep": 2, "recompute": True}], ids=str)
 def test_no_token_is_lost_and_bytes_sent_are_those_of_the_counts(corpus, flags):
     cfg = config(corpus, experts=8, microbatches=3, **flags)
     got = pool(check(cfg, 1), _expert_bytes, cfg)
-    each = cfg.experts // (cfg.ep * cfg.tp)
+    ranks = cfg.ep * cfg.tp  # that share the experts
+    each = cfg.experts // ranks
     visits = BATCH * cfg.block_size * cfg.n_layer * 2
     for sent, moved, calls, loads, held in got:
         assert loads == visits and held == {each}
         assert calls == cfg.n_layer * 3 * (2 if cfg.recompute else 1)
-        assert sent == (moved * cfg.n_embd + calls * (cfg.ep - 1) * each) * 8
+        assert sent == (moved * cfg.n_embd + calls * (ranks - 1) * each) * 8
     # out and back, forward and backward; what was chosen is not even, but not far from it
     away = sum(moved for _, moved, *_ in got) / (6 if cfg.recompute else 4)
-    assert 0.8 * visits < away / (1 - 1 / cfg.ep) < 1.2 * visits and away == int(away)
+    assert 0.8 * visits < away / (1 - 1 / ranks) < 1.2 * visits and away == int(away)
+
+
+@pytest.mark.parametrize("n,ranks", [(4, 3), (2, 4)])
+def test_ranks_that_cannot_share_the_experts_are_refused(n, ranks):
+    config = GPTConfig(VOCAB, **SHAPE, n_experts=n)
+
+    class FakeMesh:
+        def group(self, *axes):
+            return type("FakeGroup", (), {"size": ranks if axes == ("ep",) else 1, "rank": 0})
+
+    with pytest.raises(ValueError, match=f"^--experts {n} must be a multiple of {ranks}, "):
+        experts.spread_experts(build(config, kind=MixtureGPT), FakeMesh())

@@ -20,7 +20,7 @@ from run.config import check, check_layout, parse
 from run.hugging_face import flags_of_folder
 from run.weights import INDEX, load_model, read_weights
 from sizes import LlamaConfig, config_of
-from tests.harness import VOCAB, close, config, mesh_of
+from tests.harness import VOCAB, close, config
 from tests.pool import pool
 from tests.runs import Run, flags, one_line
 
@@ -194,7 +194,7 @@ TRAINED = {  # kind of model -> its flags
 
 def _one_step(rank, cfg):
     """Trains a step, and returns the folder of the checkpoint."""
-    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), VOCAB)
     trainer.step(Data(cfg).training(cfg, 0, trainer.mesh), 4e-3)
     return checkpoint.save(trainer, 1, cfg.data)
 
@@ -207,7 +207,7 @@ def folders(corpus, tmp_path_factory):
         work = tmp_path_factory.mktemp("llama")
         given = {"arch": "llama", "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
                  "dtype": "float32", "steps": 1, "tp": 2, "block_size": 48, "n_layer": 2,
-                 "batch_size": 4, "microbatches": 1, "fast": "", "out": str(work), **more}
+                 "batch_size": 4, "microbatches": 1, "out": str(work), **more}
         cfg = config(corpus, **given)
         saved = pool(check(cfg, 1), _one_step, cfg)[0]
         export_file.export(saved, work / "exported")

@@ -14,27 +14,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import engine.pipeline
-import pipeline
 import train
+from collectives import Group
 from data import batches
 from data.batches import Data
-from engine.group import Group
-from engine.mesh import Mesh
-from engine.sequence_parallel import Region
-from engine.vocabulary_parallel import ChunkedHead
-from experts import MixtureOfExperts
+from mesh import Mesh
 from model import ABSENT, Head, build, initial_value
-from optimizer import AdamWState, clip_coefficient, learning_rate
+from optimizer import AdamW, LossScale, clip_coefficient, learning_rate, sum_of_squares
+from pipeline import Pipeline
 from run import checkpoint
 from run import log as log_file
 from run.config import check_layout
 from run.log import Log, open_metrics
 from sizes import GPTConfig
-from tests.harness import BATCH, SHAPE, VOCAB, close, config, mesh_of
+from tensor_parallel import VocabularyHead, copy_to_ranks
+from tests.harness import BATCH, SHAPE, VOCAB, Raw, close, config
 from tests.isolation import as_it_was
 from tests.runs import random_corpus
-from tests.trainer import Trainer
 
 # ---- the model ----
 
@@ -98,31 +94,24 @@ def test_the_model_is_gpt_2_by_its_formulas():
     close(model(ids.view(1, 8), targets.view(1, 8)).detach(), loss, "summed loss")
 
 
-def test_routers_and_losses_of_16_bit_models_compute_in_32():
-    """In 16 bits neighbouring scores are equal, and a loss has two or three digits."""
+def chunked(head, x, targets):
+    """The loss of a head as train.py computes it: in chunks of at least 256 tokens."""
+    head.lm_head.weight.tag = SimpleNamespace(ranges=((0, VOCAB),))
+    solo = Group("solo", torch.device("cpu"), [0], 0)
+    return VocabularyHead(head, solo, copy_to_ranks)(x, targets)
+
+
+def test_losses_of_16_bit_models_are_summed_in_32():
+    """In 16 bits a loss would have two or three digits."""
     generator = torch.Generator().manual_seed(0)
-    layer = MixtureOfExperts(GPTConfig(VOCAB, 8, 1, 1, 64, n_experts=16)).bfloat16()
-    seen, layer.run_experts = [], lambda x, gates, chosen: seen.append((gates, chosen))
-    x = torch.randn(64, 8, 64, generator=generator).bfloat16()
-    layer(x)
-    (gates, chosen), = seen
-    scores, want = (x.float() @ layer.router.weight.float().T).topk(2)
-    assert torch.equal(chosen, want) and gates.dtype == torch.bfloat16
-    assert (gates - scores.softmax(-1)).abs().max() < 2**-8
-    assert layer.balance.dtype == torch.float
     head = Head(GPTConfig(VOCAB, 8, n_embd=64)).bfloat16()
+    torch.nn.init.normal_(head.lm_head.weight, generator=generator)
+    x = torch.randn(64, 8, 64, generator=generator).bfloat16()
     targets = torch.randint(VOCAB, (64, 8), generator=generator)
     logits = head(x).double()  # rounded to 16 bits, as in both forms of the loss
     want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     close(head(x, targets), want, "plain loss", 1e-6)
     close(chunked(head, x, targets), want, "loss in chunks", 1e-6)
-
-
-def chunked(head, x, targets):
-    """The loss of a head as train.py computes it: in chunks of at least 256 tokens."""
-    head.lm_head.weight.tag = SimpleNamespace(ranges=((0, VOCAB),))
-    region = Region(Group(Mesh(dp=1), "solo", [0], 0))
-    return ChunkedHead(head, region)(x, targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16, torch.float16], ids=str)
@@ -150,22 +139,6 @@ def test_the_loss_in_chunks_is_the_plain_loss(dtype):
     assert x.grad[:, 90:].eq(0).all()
 
 
-def test_the_heads_gradient_stays_in_float16s_range():
-    """The sum over 1024 tokens is -89600, beyond float16's 65504; divided by them it is small."""
-    plain = Head(GPTConfig(8, n_embd=1024)).half()
-    plain.ln_f = torch.nn.Identity()
-    weight = plain.lm_head.weight
-    weight.data.zero_()
-    weight.tag = SimpleNamespace(ranges=((0, 8),))
-    x = torch.zeros(1, 1024, 1024).half().requires_grad_()
-    x.data[..., 0] = 100
-    targets = torch.zeros(1, 1024, dtype=torch.long)
-    region = Region(Group(Mesh(dp=1), "solo", [0], 0))
-    head = ChunkedHead(plain, region)
-    (head(x, targets) / 1024).backward()
-    close(weight.grad[0, 0], -87.5, "gradient", 1e-3)
-
-
 # ---- a step ----
 
 
@@ -184,17 +157,17 @@ def test_clipping_shortens_long_gradients_and_leaves_short_ones():
 
 
 def after_one_step(corpus, **flags):
-    """A one-process trainer after one step, and the step's loss and norm."""
+    """A one-process trainer after one step, the step's loss and norm, and its raw gradients."""
     cfg = config(corpus, microbatches=2, **flags)
-    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
-    norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    trainer.update(norm, 1e-2)
-    loss, norm, _ = read()
-    return trainer, loss, norm
+    mesh = Mesh(dp=1)
+    trainer = train.Trainer(cfg, mesh, VOCAB)
+    raw = Raw(trainer)
+    norm, sums = trainer.step(Data(cfg).training(cfg, 0, mesh), 1e-2)
+    return trainer, sums[0].item(), norm.item(), [grad for _, grad in raw.grads]
 
 
-def norm_of(trainer, name):
-    return math.hypot(*(x.double().norm() for x in trainer.optimizer.moments[name]))
+def norm_of(tensors):
+    return math.hypot(*(x.double().norm() for x in tensors))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -202,54 +175,61 @@ def norm_of(trainer, name):
 def test_a_step_of_16_bits_is_float64s_as_far_as_rounding_allows(corpus, dtype, grad_clip):
     """Loss, norm, what AdamW got of the gradients (its mean has 1 - 0.9 of the first ones), and
     what became of the weights: no trace of float16's loss scale of 65536."""
-    got, *numbers = after_one_step(corpus, dtype=dtype, grad_clip=grad_clip)
-    want, *exact = after_one_step(corpus, dtype="float64", grad_clip=grad_clip)
+    got, *numbers, _ = after_one_step(corpus, dtype=dtype, grad_clip=grad_clip)
+    want, *exact, _ = after_one_step(corpus, dtype="float64", grad_clip=grad_clip)
     assert exact[1] > 0.2, "clipping must fire"
     for a, b in zip(numbers, exact, strict=True):
         assert math.isclose(a, b, rel_tol=2**-6), (numbers, exact)
     clipped = grad_clip or exact[1]
     for trainer in (got, want):
-        assert math.isclose(norm_of(trainer, "exp_avg"), 0.1 * clipped, rel_tol=2**-6)
-        assert math.isclose(norm_of(trainer, "exp_avg_sq"), norm_of(want, "exp_avg_sq"),
-                            rel_tol=2**-5)
-    for bucket, other in zip(got.reducer.buckets, want.reducer.buckets, strict=True):
-        off = (bucket.full.double() - other.full).norm() / other.full.norm()
-        # AdamW's first step is lr, 9% of the weights, times a sign; some signs are rounding's
-        assert off < 2**-6
-    for weights, master in zip(got.reducer.weights, got.optimizer.masters, strict=True):
-        assert torch.equal(weights, master.to(weights.dtype))
+        states = trainer.optimizer.named_states()
+        assert math.isclose(norm_of(states["exp_avg"]), 0.1 * clipped, rel_tol=2**-6)
+        assert math.isclose(norm_of(states["exp_avg_sq"]),
+                            norm_of(want.optimizer.named_states()["exp_avg_sq"]), rel_tol=2**-5)
+    mine, other = (torch.cat([x.double().flatten() for x in trainer.reducer.weights])
+                   for trainer in (got, want))
+    # AdamW's first step is lr, 9% of the weights, times a sign; some signs are rounding's
+    assert (mine - other).norm() < 2**-6 * other.norm()
+    masters = got.optimizer.named_states()["master"]
+    for weights, master in zip(got.reducer.weights, masters, strict=True):
+        assert master.dtype == torch.float and torch.equal(weights, master.to(weights.dtype))
 
 
-def test_small_steps_of_the_roots_optimizer_add_up_in_16_bits():
-    """1 - 0.001 is 1 in bfloat16."""
-    state = AdamWState(torch.ones(3, dtype=torch.bfloat16), 0.0)
-    for step in range(100):
-        state.step(torch.ones(3), 1e-3, 0.9, 0.95, step + 1)
-    assert (state.weights - 0.9).abs().max() < 2**-8
+def test_small_steps_add_up_in_16_bits():
+    """1 - 0.001 is 1 in bfloat16: the master copy of 32 bits takes the steps."""
+    cfg = config("", dtype="bfloat16", weight_decay=0.0, grad_clip=0.0)
+    tag = SimpleNamespace(name="weight", shape=torch.Size([3]), holders=lambda sharded: 1)
+    reducer = SimpleNamespace(weights=[torch.ones(3).bfloat16()], tags=[tag], sharded=False)
+    optimizer = AdamW(cfg, reducer, LossScale(torch.bfloat16, "cpu"))
+    for _ in range(100):
+        optimizer.step([torch.ones(3).bfloat16()], torch.tensor(1.0), 1e-3)
+    assert (reducer.weights[0] - 0.9).abs().max() < 2**-8
 
 
 def test_the_norm_of_16_bit_gradients_has_32_bits(corpus):
-    trainer, _, norm = after_one_step(corpus, dtype="bfloat16", grad_clip=0.0)
-    exact = math.hypot(*(grad.double().norm() for grad in trainer.grads))
-    assert math.isclose(norm, exact, rel_tol=1e-6)
+    _, _, norm, grads = after_one_step(corpus, dtype="bfloat16", grad_clip=0.0)
+    assert grads[0].dtype == torch.bfloat16
+    assert math.isclose(norm, norm_of(grads), rel_tol=1e-6)
 
 
-def test_the_loss_scale_grows_after_1000_good_steps_and_halves_at_an_overflow(corpus):
-    flags = dict(n_layer=1, microbatches=1)
-    trainer, other = (train.Trainer(config(corpus, dtype=dtype, **flags), Mesh(dp=1), VOCAB)
-                      for dtype in ("float16", "bfloat16"))
+def test_the_square_of_a_long_tensor_loses_no_digits():
+    """One float32 sum of 2^25 ones is 2^24: there adding 1 changes nothing."""
+    assert math.isclose(sum_of_squares(torch.full((1 << 25,), 1.0)), 2**25, rel_tol=1e-6)
 
-    def after(*norms, trainer=trainer):
-        trainer.optimizer.update = lambda *args: None
-        for norm in norms:
-            trainer.optimizer.step([], torch.tensor(norm), 0.0)
-        return trainer.optimizer.numbers()["scale"].item()
 
-    assert after(*[1.0] * 999) == 2.0**16 and after(1.0) == 2.0**17 and after(1.0) == 2.0**17
-    assert after(*[1.0] * 500) == 2.0**17 and after(math.inf) == 2.0**16
-    assert after(*[1.0] * 999) == 2.0**16 and after(1.0) == 2.0**17
-    assert after(*[math.nan] * 20) == 1.0  # no less
-    assert after(*[1.0] * 1000, trainer=other) == 1.0
+def test_the_loss_scale_grows_after_1000_good_steps_and_halves_at_an_overflow():
+    scale, other = (LossScale(dtype, "cpu") for dtype in (torch.float16, torch.bfloat16))
+
+    def after(*finite, scale=scale):
+        for each in finite:
+            scale.update(torch.tensor(each))
+        return scale.value.item()
+
+    assert after(*[True] * 999) == 2.0**16 and after(True) == 2.0**17 and after(True) == 2.0**17
+    assert after(*[True] * 500) == 2.0**17 and after(False) == 2.0**16
+    assert after(*[True] * 999) == 2.0**16 and after(True) == 2.0**17
+    assert after(*[False] * 20) == 1.0  # no less
+    assert after(*[True] * 1000, scale=other) == 1.0
 
 
 # ---- steps that are not finite ----
@@ -274,27 +254,27 @@ def ends_well(monkeypatch, corpus, folder, late=0, first=0, until=math.inf, **fl
     """Did train() end well? In its steps from `first` to before `until` the loss is nan. late: how
     many steps may stay unread."""
     calls = itertools.count()
-    for kind in (engine.pipeline.Pipeline, pipeline.Pipeline):
-        def diverging(self, *args, usual=kind.run):
-            loss = usual(self, *args)
-            return loss * math.nan if first <= next(calls) < until else loss
 
-        monkeypatch.setattr(kind, "run", diverging)
+    def diverging(self, *args, usual=Pipeline.run):
+        loss = usual(self, *args)
+        return loss * math.nan if first <= next(calls) < until else loss
+
+    monkeypatch.setattr(Pipeline, "run", diverging)
     monkeypatch.setattr(train, "Log", partial(LateLog, late))
     cfg = config(corpus, n_layer=1, microbatches=1, out=str(folder), **flags)
-    mesh = mesh_of(cfg)
+    mesh = Mesh(dp=1)
     with as_it_was():  # train() takes Ctrl-C, to save
         return train.train(cfg, Data(cfg), mesh).ended_well
 
 
-@pytest.mark.parametrize("late,flags", [(0, {}), (1, {}), (0, {"fast": ""})], ids=str)
-def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, late, flags,
-                                                             monkeypatch, capsys):
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, late, monkeypatch,
+                                                             capsys):
     """... and names the fifth of them, also where losses are read one step late. No validation
     follows."""
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert not ends_well(monkeypatch, corpus, tmp_path, late, first=3, steps=50, save_interval=5,
-                         eval_interval=50, **flags)
+                         eval_interval=50)
     said = capsys.readouterr()
     assert "validation" not in said.out
     last = tmp_path / "step-00000005"
@@ -369,11 +349,10 @@ def test_windows_reach_the_last_token_and_no_further(tmp_path):
         cfg = config(random_corpus(tmp_path, train=9, val=n), microbatches=1, batch_size=4)
         data = Data(cfg)
         tokens = np.fromfile(tmp_path / "train.bin", "<u2").tolist()
-        (ids, targets, first), = data.training(cfg, 5, Mesh(dp=1))
-        assert first == 5 * 4
+        (ids, targets), = data.training(cfg, 5, Mesh(dp=1))
         assert ids.tolist() == [tokens[:8]] * 4 and targets.tolist() == [tokens[1:]] * 4
         found, batches = data.validation(cfg, Mesh(dp=1))
-        targets = torch.cat([targets for (_, targets, _), in batches])
+        targets = torch.cat([targets for (_, targets), in batches])
         tokens = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
         assert found == windows and targets.tolist() == [
             *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)),
@@ -467,24 +446,24 @@ def test_flags_that_are_left_out_are_chosen(flags, world, want):
 def test_losses_that_are_read_one_step_late_are_the_same(corpus, tmp_path, monkeypatch):
     logs = []
     for late in (0, 1):
-        path = tmp_path / str(late) / "metrics.jsonl"
+        written = []
         cfg = config(corpus, n_layer=1, microbatches=1, steps=7, eval_interval=3, save_interval=2,
                      eval_batches=2, out=str(tmp_path / str(late)))
         (tmp_path / str(late)).mkdir()
-        mesh = mesh_of(cfg)
         monkeypatch.setattr(train, "Log", partial(LateLog, late))
+        monkeypatch.setattr(Log, "write", lambda self, keep=written.append, **record: keep(record))
         with as_it_was():  # train() takes Ctrl-C, to save
-            log = train.train(cfg, Data(cfg), mesh)
+            log = train.train(cfg, Data(cfg), Mesh(dp=1))
         assert log.batches == [2, 2, 3]  # the last validation takes all
-        logs.append([{name: x for name, x in json.loads(line).items()
-                      if name not in ("ms", "tokens_per_s")} for line in open(path)])
+        logs.append([{name: x for name, x in record.items() if name not in ("ms", "tokens_per_s")}
+                     for record in written])
     assert logs[0] == logs[1] and [record["step"] for record in logs[0]] == [
         0, 1, 2, 3, 3, 4, 5, 6, 6, 7]
 
 
 def test_a_step_begins_without_the_gradients_of_the_step_before(corpus):
-    cfg = config(corpus, n_layer=1, microbatches=1, fast="")
-    mesh = mesh_of(cfg)
+    cfg = config(corpus, n_layer=1, microbatches=1)
+    mesh = Mesh(dp=1)
     trainer, data, held = train.Trainer(cfg, mesh, VOCAB), Data(cfg), []
     run = trainer.pipeline.run
     trainer.pipeline.run = lambda *args: (held.append(len(trainer.grads)), run(*args))[1]
@@ -499,18 +478,19 @@ def test_checkpoints_name_the_folder_of_a_corpus(corpus, tmp_path):
     data = Data(cfg)
     data.folder = tmp_path / "stdlib"
     with as_it_was():  # train() takes Ctrl-C, to save
-        train.train(cfg, data, mesh_of(cfg))
+        train.train(cfg, data, Mesh(dp=1))
     for step in (1, 2):
         manifest = checkpoint.read_manifest(tmp_path / f"step-{step:08}")
         assert manifest["data"] == str(data.folder)
 
 
-def test_a_signal_to_another_rank_ends_a_validation(corpus):
+def test_a_signal_to_another_rank_ends_a_validation(corpus, monkeypatch):
     """All ranks leave it together: one that went on alone would wait forever."""
     cfg = config(corpus, n_layer=1, microbatches=1)
-    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
-    trainer.parts.all_reduce = lambda asked, world: asked.fill_(1)
-    assert trainer.validation_loss(Data(cfg)) is None
+    trainer = train.Trainer(cfg, Mesh(dp=1), VOCAB)
+    monkeypatch.setattr(train, "all_reduce", lambda asked, world: asked.fill_(1))
+    log = SimpleNamespace(validating=lambda done, batches: None)
+    assert trainer.validate(Data(cfg), log) is None
 
 
 def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_path):
@@ -593,7 +573,7 @@ def test_mfu_is_that_of_all_gpus_and_gzip_stands_beside_the_last_validation(monk
     Log.print_step(log, 3, 1.0, 1.0, 1.0, 1.0, [])
     assert said[0].endswith("2000 ms  500 tokens/s  mfu 30.0%  2 min 5 s left")
     log.start, log.say = 50, lambda text, stays: said.append(stays)
-    for step in (59, 60, 61):  # the tenth of a resumed run; one that LOG_INTERVAL divides
+    for step in (59, 60, 61):  # the tenth of a resumed run; one that the log's interval divides
         log.since = 0.0
         Log.print_step(log, step, 1.0, 1.0, 1.0, 1.0, [])
     assert said[1:] == [True, True, False]

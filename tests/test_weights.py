@@ -17,8 +17,8 @@ import train
 from data.batches import Data, load_tokenizer
 from data.prepare import prepare
 from data.tokenizer import tokenizer_files
-from engine.mesh import Mesh
 from experts import kind_of
+from mesh import Mesh
 from model import build
 from run import checkpoint, tensorfile, weights
 from run import export as export_file

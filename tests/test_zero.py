@@ -1,103 +1,254 @@
-"""DDP and ZeRO: memory held, bytes sent, overlap, overflow, the optimizer's few kernels."""
+"""DDP and ZeRO: how Flats lie, the bytes sent and held, what runs beside what, odd parameters."""
 
 import itertools
-import math
-import resource
+import threading
 import time
 from collections import Counter
-from pathlib import Path
+from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.collectives as c
-import engine.ddp as ddp
-import engine.zero as zero
 import sizes
+import train
+import zero
+from collectives import Group
 from data.batches import Data
-from engine.group import Group
-from engine.mesh import Mesh
-from engine.optimizer import exact_norms
+from ddp import flats_of
+from experts import kind_of
+from mesh import Mesh
+from model import build
 from run import checkpoint
 from run.config import check
 from run.copies import whole_slices
-from shard import Tag
-from tests.harness import (
-    FULL,
-    VOCAB,
-    config,
-    local_tensors,
-    mesh_of,
-    pool,
-)
-from tests.pool import Pool
-from tests.trainer import Trainer, state_bytes
+from shard import Tag, tag_whole
+from sizes import GPTConfig
+from tests.harness import VOCAB, config, equals_one_process, train_with
+from tests.pool import pool
+
+
+def trainer_of(cfg):
+    return train.Trainer(cfg, train.make_mesh(cfg, cfg.device), VOCAB)
+
+
+def batch(trainer, step=0):
+    return Data(trainer.cfg).training(trainer.cfg, step, trainer.mesh)
+
+
+# ---- Flats ----
+
+SMALL = GPTConfig(VOCAB, block_size=8, n_layer=2, n_head=5, n_embd=25)
+
+
+def flats(D, rank=0):
+    """{name: value} of a GPT, and the Flats of one of D replicas. No process is started."""
+    model = build(SMALL, dtype=torch.double)
+    values = {name: p.detach().clone() for name, p in model.canonical_parameters()}
+    tag_whole(model, Group("replicas", torch.device("cpu"), range(D), rank))
+    found = flats_of({0: list(model.layers)}, lambda tag: values[tag.name], torch.double, "cpu")
+    return values, [flat for _, flat in found]
+
+
+def test_a_flat_is_a_layer_and_they_come_in_backwards_order_the_tied_weight_alone_and_last():
+    _, found = flats(3)
+    names = [[param.tag.name for param in flat.params] for flat in found]
+    assert [len(flat) for flat in names] == [2, 12, 12, 1, 1]
+    for flat, prefix in zip(names, ("ln_f.", "h.1.", "h.0.", "wpe.", "wte."), strict=True):
+        assert all(name.startswith(f"transformer.{prefix}") for name in flat)
+
+
+@pytest.mark.parametrize("D", [1, 3, 4])
+def test_parameters_are_views_of_their_flat_which_is_padded_by_less_than_d_zeros(D):
+    values, found = flats(D)
+    for flat in found:
+        padding = flat.weights.numel() - sum(param.numel() for param in flat.params)
+        assert flat.weights.numel() % D == 0 and 0 <= padding < D
+        assert not flat.weights[flat.weights.numel() - padding :].any()
+        for param in flat.params:
+            assert torch.equal(param, values[param.tag.name])
+            with torch.no_grad():
+                param.add_(1)
+            assert torch.equal(flat.view(flat.weights, param), values[param.tag.name] + 1)
+
+
+def test_the_pieces_of_all_chunks_are_the_parameters_and_every_replica_lists_the_same():
+    D = 4
+    values, found = flats(D)
+    for flat in found:
+        whole = {param.tag.name: torch.full((param.numel(),), torch.nan) for param in flat.params}
+        whole = {name: tensor.double() for name, tensor in whole.items()}
+        for r, chunk in enumerate(flat.weights.chunk(D)):
+            pieces = flat.pieces(chunk, r * chunk.numel())
+            assert [tag.name for tag, _, _ in pieces] == [*whole]
+            for tag, start, piece in pieces:
+                assert whole[tag.name][start : start + piece.numel()].isnan().all(), "twice"
+                whole[tag.name][start : start + piece.numel()] = piece
+        for name, tensor in whole.items():
+            assert torch.equal(tensor.view_as(values[name]), values[name])
+
+
+def _names_in_flats(rank, cfg):
+    return [([param.tag.name for param in flat.params], flat.group.name)
+            for flat in trainer_of(cfg).reducer.trained]
+
+
+def test_experts_are_a_flat_of_their_own_with_the_replicas_of_the_same_experts(corpus):
+    cfg = config(corpus, dp=2, ep=2, experts=4, n_layer=1, microbatches=1)
+    for found in pool(2, _names_in_flats, cfg):
+        groups = {name: group for names, group in found for name in names}
+        of_experts = [names for names, _ in found if any("experts" in name for name in names)]
+        assert len(of_experts) == 1 and all("experts" in name for name in of_experts[0])
+        assert groups["transformer.h.0.mlp.experts.c_fc.weight"] == "shard_cp"
+        assert groups["transformer.h.0.mlp.router.weight"] == "shard_ep_cp"
+
+
+# ---- bytes sent ----
+
+
+def _sent(rank, cfg):
+    """Elements that this rank sends in the first step among the ranks of its shards, and to those
+    with the same shard; {name of a Flat's first parameter: its elements, padded}."""
+    trainer = trainer_of(cfg)
+    trainer.step(batch(trainer), 1e-3)
+    reducer = trainer.reducer
+    numels = {flat.params[0].tag.name: flat.weights.numel() for flat in reducer.trained}
+    if cfg.zero in (1, 2):
+        list(reducer.whole())  # new weights are on their way after a step
+    groups = trainer.mesh.groups
+    return groups["shard_ep_cp"].bytes_sent / 8, groups["rep"].bytes_sent / 8, numels
+
+
+def elements(stage, m, numels):
+    """zero.py's table, times D / (D-1): elements that all ranks send in a step. ZeRO-3: 3 m Psi,
+    but the embedding's backward reads no weights; the head's find those of its forward, and the
+    next microbatch's first block those of its backward; the tied weight is gathered for both ends.
+    """
+    psi = sum(numels.values())
+    if stage < 2:
+        return 2 * psi
+    if stage == 2:
+        return (1 + m) * psi
+    once = numels["transformer.wpe.weight"] + numels["transformer.ln_f.weight"]
+    return m * (3 * psi - once) - (m - 1) * numels["transformer.h.0.ln_1.weight"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("D,m", [(2, 1), (3, 3)])
+def test_zero_sends_the_formula(corpus, stage, D, m):
+    """DDP, too: one all-reduce a step, whatever the number of microbatches."""
+    got = pool(D, _sent, config(corpus, zero=stage, dp=D, microbatches=m, n_embd=25, n_head=5))
+    numels = got[0][2]
+    total = sum(sent for sent, _, _ in got)
+    assert total == (D - 1) * elements(stage, m, numels)
+    assert total <= (D - 1) * (2, 2, 1 + m, 3 * m)[stage] * sum(numels.values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hybrid_sharding_sends_between_copies_only_the_sum_of_a_ranks_chunks(corpus, stage):
+    """--shard 2 of --dp 4: two copies of the shards. A rank all-reduces its chunk with its copy
+    once a step: Psi/2 elements under ZeRO, Psi without (2 (N-1)/N = 1 for N = 2)."""
+    m = 3
+    got = pool(4, _sent, config(corpus, dp=4, shard=2, zero=stage, microbatches=m))
+    numels = got[0][2]
+    psi = sum(numels.values())
+    assert sum(sent for _, sent, _ in got) == 4 * psi // (2 if stage else 1)
+    assert sum(sent for sent, _, _ in got) == 2 * elements(stage, m, numels)
+
+
+# ---- bytes held ----
+
+
+class Watch(TorchDispatchMode):
+    """After each operation of this thread: which Flats have whole weights, which have whole
+    gradients."""
+
+    def __init__(self, reducer):
+        super().__init__()
+        self.reducer = reducer
+        self.whole = set()  # frozensets of Flats
+        self.with_grads = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **kwargs or {})
+        flats = self.reducer.trained
+        self.whole.add(frozenset(f for f in flats if f.weights.untyped_storage().nbytes()))
+        self.with_grads.add(frozenset(f for f in flats if f.grads is not None))
+        return result
+
+
+def storages(tensors):
+    """Bytes of the memory of these tensors, each once: tensors may share memory."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+             for x in tensors if x is not None}
+    return sum(found.values())
+
+
+def held(trainer):
+    """(weights, gradients, optimizer states): bytes in memory."""
+    flats = trainer.reducer.trained
+    masters = [x for x, weights in zip(trainer.optimizer.masters, trainer.reducer.weights,
+                                       strict=True) if x is not weights]
+    chunks = getattr(trainer.reducer, "chunks", {})  # ZeRO-3's
+    return (storages([f.weights for f in flats] + [*chunks.values()]),
+            storages(trainer.grads + [f.grads for f in flats]
+                     + [p.grad for f in flats for p in f.params]),
+            storages([*masters, *trainer.optimizer.means, *trainer.optimizer.squares]))
 
 
 def _memory(rank, cfg):
-    """Bytes of the states against the formula, and the most that a step holds beyond them."""
-    mesh = mesh_of(cfg)
-    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
-    batch = data.training(cfg, 0, mesh)
-    norm, read = trainer.gradients(batch)
-    trainer.update(norm, 1e-3)
-    formula, measured = state_bytes(trainer)
+    """Of a step: bytes held at its end; the most bytes allocated during forward and backward; the
+    layers whose weights, and the number of Flats whose gradients, were whole at one time."""
+    trainer = trainer_of(cfg)
+    reducer = trainer.reducer
+    batches = batch(trainer)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        trainer.gradients(batch)
+        trainer.pipeline.run(trainer.own(batches), reducer)
     memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
-    layers = {}
-    for i, layer in enumerate(trainer.pipeline.stages[0].layers):
-        buckets = {trainer.reducer.home[p] for p in layer.parameters()}
-        layers[i] = sum(b.full.nbytes for b in buckets)
-    empty = all(b.full.untyped_storage().nbytes() == 0 for b in trainer.reducer.buckets)
-    return formula, measured, max(itertools.accumulate(memory)), layers, empty
+    reducer.gradients()
+    reducer.publish()
+    with Watch(reducer) as watch:
+        trainer.step(batches, 1e-3)
+    layers = [layer for layers in trainer.pipeline.stages.values() for layer in layers]
+    uses = [set(reducer.flats_in(layer)) for layer in layers] if cfg.zero else []
+    pairs = [a | b for a, b in itertools.pairwise(uses)]
+    two_layers = all(any(flats <= pair for pair in pairs) for flats in watch.whole)
+    return {"held": held(trainer), "peak": max(itertools.accumulate(memory)),
+            "two layers": two_layers, "grads": max(map(len, watch.with_grads)),
+            "flats": [(f.weights.numel(), f.weights.itemsize, sum(p.numel() for p in f.params))
+                      for f in reducer.trained]}
 
 
-@pytest.mark.parametrize("dtype,schedule,recompute", [
-    ("float32", "1f1b", False), ("bfloat16", "1f1b", True), ("float32", "zb-h1", False),
-    *[("float32", "1f1b", True), ("bfloat16", "1f1b", False)] * FULL])
-def test_memory_held_is_the_formula_and_the_peak_what_the_stage_allows(
-        corpus, dtype, schedule, recompute):
-    """Wide and short, so that weights and gradients outweigh activations. 65: there is padding."""
-    flags = {"dp": 4, "n_embd": 65, "n_head": 5, "n_layer": 6, "block_size": 4, "batch_size": 8,
-             "dtype": dtype, "recompute": recompute, "microbatches": 2, "schedule": schedule}
-    width = 2 if dtype == "bfloat16" else 4
-    beyond = {}
+@pytest.mark.parametrize("dtype,recompute", [("float32", False), ("bfloat16", True)])
+def test_memory_held_is_the_formula_and_the_peak_what_the_stage_allows(corpus, dtype, recompute):
+    """Wide and short, so that weights and gradients outweigh activations. 65: there is padding.
+    ZeRO-2 has one whole gradient at a time, ZeRO-3 the weights of two layers."""
+    D = 4
+    flags = {"dp": D, "n_embd": 65, "n_head": 5, "n_layer": 4, "block_size": 4, "batch_size": 8,
+             "dtype": dtype, "recompute": recompute, "microbatches": 2}
+    peaks = {}
     for stage in range(4):
-        got = pool(4, _memory, config(corpus, zero=stage, **flags))
-        for formula, measured, _, _, empty in got:
-            assert measured == formula
-            assert empty == (stage == 3)
-        layers = got[0][3]
-        beyond[stage] = max(peak for _, _, peak, _, _ in got)
-    psi = sum(layers.values()) // width - layers[0] // width  # the tied weight is in two layers
-    gathered = max(layers[i] + layers[i + 1] for i in range(len(layers) - 1))
-    grads = max(layers.values())
-    if schedule == "zb-h1":  # those of LayerNorm, row biases and embedding come with I, wait for W
-        grads += (6 * 6 + 2) * 65 * width + layers[0]
-    # a step of stage 0 shows what activations and autograd's own temporaries take
-    assert beyond[2] <= beyond[0] + grads
-    assert beyond[3] <= beyond[0] + gathered + grads
-    assert gathered + 2 * grads < psi * width, "the bound must be able to fail"
-
-
-def _whole_weights(rank, cfg):
-    """Bytes of whole weights on this rank: after the last backward of a step, and after whole()."""
-    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
-    held = []
-    batch = trainer.own(Data(cfg).training(cfg, 0, trainer.mesh))
-    for use in (lambda: trainer.pipeline.run(batch, trainer.reducer),
-                lambda: list(trainer.reducer.whole())):
-        use()
-        held.append(sum(b.full.untyped_storage().nbytes() for b in trainer.reducer.buckets))
-        trainer.reducer.gradients()
-    return held
-
-
-def test_zero3_frees_the_last_weights_that_a_backward_or_whole_has_gathered(corpus):
-    assert pool(2, _whole_weights, config(corpus, pp=2, zero=3, microbatches=2)) == [[0, 0]] * 2
+        got = pool(D, _memory, config(corpus, zero=stage, **flags))
+        flats = got[0]["flats"]
+        padded = sum(numel * width for numel, width, _ in flats)
+        psi = sum(numel for _, _, numel in flats)
+        states = psi * sum(sizes.bytes_per_parameter(0, 1, flats[0][1])[2:])
+        for rank in got:
+            weights, grads, _ = rank["held"]
+            assert weights == padded // (D if stage == 3 else 1)
+            assert grads == padded // (D if stage >= 2 else 1)
+            assert rank["two layers"] == (stage == 3)
+            assert rank["grads"] == (1 if stage >= 2 else len(flats))
+        # Padding has no optimizer states: a rank whose chunk ends with it holds less
+        assert sum(rank["held"][2] for rank in got) == states * (1 if stage else D)
+        peaks[stage] = max(rank["peak"] for rank in got)
+    block = max(numel * width for numel, width, _ in flats)
+    others = peaks[0] - padded  # activations, and what autograd holds for a moment
+    assert peaks[1] == peaks[0]
+    assert peaks[2] <= others + padded / D + block
+    assert peaks[3] <= others + padded / D + 3 * block
+    assert padded / D + 3 * block < padded, "the bound must be able to fail"
 
 
 @pytest.mark.parametrize("gb,psi", [
@@ -113,182 +264,181 @@ def test_bytes_per_parameter_are_the_published_ones(gb, psi):
             assert abs(got - want) < (1 if want > 1000 else 0.06)
 
 
-def _zero_bytes(rank, cfg):
-    mesh = mesh_of(cfg)
-    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
-    norm, read = trainer.gradients(data.training(cfg, 0, mesh))
-    trainer.update(norm, 1e-3)
-    units = {b: b.full.numel() * 8 for b in trainer.reducer.buckets}
-    first = trainer.pipeline.stages[0].layers[0]
-    wpe = units[trainer.reducer.home[first.wpe.weight]]
-    if cfg.zero < 3:  # new weights are on their way after a step
-        trainer.reducer.gather_weights(trainer.pipeline.stages[0].layers)
-    return mesh.group("shard", "ep", "cp").bytes_sent, sum(units.values()), wpe
+def _whole_weights(rank, cfg):
+    """Bytes of whole weights after a step, a validation and the step after it, and whole()."""
+    trainer = trainer_of(cfg)
+    found = []
+    silent = SimpleNamespace(validating=lambda done, total: None)
+
+    def step():
+        trainer.step(batch(trainer), 1e-3)
+
+    for uses in ([step], [lambda: trainer.validate(Data(cfg), silent, 2), step],
+                 [lambda: list(trainer.reducer.whole())]):
+        for use in uses:
+            use()
+        found.append(sum(f.weights.untyped_storage().nbytes() for f in trainer.reducer.trained))
+    return found
+
+
+def test_zero3_frees_the_last_weights_that_a_step_or_whole_has_gathered(corpus):
+    cfg = config(corpus, pp=2, dp=2, zero=3, microbatches=2)
+    assert pool(4, _whole_weights, cfg) == [[0, 0, 0]] * 4
+
+
+# ---- what runs beside what ----
+
+
+def _overlap(rank, cfg):
+    """(did the first reductions end within backward, and in another thread; had each layer's
+    forward and backward found the next layer's weights on their way)"""
+    trainer = trainer_of(cfg)
+    reducer = trainer.reducer
+    inside = []  # for each Flat: did it start within autograd's backward?
+    threads = []  # in which reductions ran
+    ahead = []
+    in_backward = [False]
+    backward = torch.autograd.backward
+
+    def watched_backward(*args):
+        in_backward[0] = True
+        backward(*args)
+        in_backward[0] = False
+
+    def reduce(flat):
+        threads.append(threading.current_thread())
+        type(reducer).reduce(reducer, flat)
+
+    def start(flat):
+        type(reducer).start(reducer, flat)
+        inside.append(in_backward[0])
+        # That the reduction can end before backward goes on is the claim, so backward waits
+        reducer.reductions[flat]()
+        assert len(threads) == len(inside)
+
+    reducer.start, reducer.reduce = start, reduce
+    if cfg.zero == 3:
+        layers = trainer.pipeline.stages[0]
+
+        def look(layer, following):
+            flats = reducer.flats_in(following)
+            layer.register_forward_pre_hook(lambda *args: ahead.append(
+                all(flat in reducer.gathers for flat in flats)))
+
+        for layer, following in itertools.pairwise(layers):
+            look(layer, following)
+        for layer, before in itertools.pairwise(reversed(layers[1:])):
+            flats = reducer.flats_in(before)
+            layer.register_forward_hook(lambda module, args, out, flats=flats: out.register_hook(
+                lambda grad: ahead.append(all(flat in reducer.gathers for flat in flats))) and None)
+    torch.autograd.backward = watched_backward
+    try:
+        trainer.step(batch(trainer), 1e-3)
+    finally:
+        torch.autograd.backward = backward
+    alone = threading.main_thread() in threads
+    return inside, alone, ahead
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("D,m", [(2, 1), (4, 3)])
-def test_zero_sends_the_formula(corpus, stage, D, m):
-    got = pool(D, _zero_bytes, config(corpus, zero=stage, dp=D, microbatches=m))
-    total, psi, wpe = (sum(column) for column in zip(*got, strict=True))
-    psi, wpe = psi // D, wpe // D
-    # Stage 3: 3 Psi. The tied weight is gathered twice too, but both times in forward, for each of
-    # its ends; backward does not read it. The embedding's backward does not read wpe either
-    want = {0: 2 * psi, 1: 2 * psi, 2: (1 + m) * psi, 3: m * (3 * psi - wpe)}[stage]
-    assert total == (D - 1) * want
+def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, stage):
+    m, n_layer = 2, 3
+    cfg = config(corpus, dp=2, zero=stage, microbatches=m, n_layer=n_layer)
+    for inside, in_main_thread, ahead in pool(2, _overlap, cfg):
+        # All Flats, in one backward of the step, or in each
+        assert inside == [True] * (n_layer + 3) * (m if stage >= 2 else 1)
+        assert not in_main_thread
+        # In forward all layers but the last; in backward all but the first block
+        assert ahead == [True] * (m * (2 * n_layer + 1) if stage == 3 else 0)
 
 
-def _under_limit(rank, cfg, limit):
-    """Whether one step of the layout fits into `limit` bytes of address space beyond the idle."""
-    mesh = mesh_of(cfg)
-    for group in (mesh.group("shard", "ep", "cp"), mesh.group("cp"), mesh.world):
-        # its threads have their stacks by now
-        c.all_reduce(torch.zeros(1), group, async_op=True).wait()
-    idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
-    try:
-        # no threads that draw: malloc reserves address space for each
-        with patch.object(ddp, "threads_per_rank", lambda: 1):
-            trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
-        norm, read = trainer.gradients(data.training(cfg, 0, mesh))
-        trainer.update(norm, 1e-3)
-        return "trains"
-    except RuntimeError as error:
-        return "out of memory" if "allocate memory" in str(error) else str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+@contextmanager
+def late(background, seconds):
+    """What a Background is given begins late."""
+    def wait_and_run(function, *args):
+        time.sleep(seconds)
+        function(*args)
+
+    usual = background.start
+    background.start = lambda *args: usual(wait_and_run, *args)
+    yield
+    del background.start
 
 
-@pytest.mark.parametrize("stage,outcome", [(0, "out of memory"), (3, "trains")])
-def test_zero3_trains_what_does_not_fit_into_one_rank(corpus, stage, outcome):
-    flags = {"n_layer": 12, "n_embd": 384, "batch_size": 4, "dtype": "float32", "microbatches": 1}
-    psi = 12 * 12 * 384**2  # 21 million parameters, 340 MB of states
-    cfg = config(corpus, dp=4, zero=stage, **flags)
-    fresh = Pool()  # address space that an old process has freed would be used again
-    fresh.start(4)
-    try:
-        assert fresh(4, _under_limit, cfg, 12 * psi) == [outcome] * 4
-    finally:
-        fresh.stop()
-
-
-def _overflow(rank, cfg):
-    mesh = mesh_of(cfg)
-    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
-    before = [w.clone() for _, w in local_tensors(trainer, "weights")]
-    launch, scale = trainer.reducer.launch, float(trainer.scale)
-
-    def poisoned(bucket):
-        if rank == 1:
-            bucket.grad[0] = math.inf
-        launch(bucket)
-
-    trainer.reducer.launch = poisoned
-    norm, read = trainer.gradients(data.training(cfg, 0, mesh))
-    trainer.update(norm, 1e-2)
-    after = [w for _, w in local_tensors(trainer, "weights")]
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    halved = trainer.scale == scale / 2
-    trainer.reducer.launch = launch
-    norm, read = trainer.gradients(data.training(cfg, 1, mesh))
-    trainer.update(norm, 1e-2)
-    stepped = not torch.equal(before[0], local_tensors(trainer, "weights")[0][1])
-    return unchanged, halved, math.isfinite(norm) and stepped
+def _late(rank, cfg, seconds, load):
+    """Losses and norms of three steps with messages that start late, and of a validation between
+    them. load: the last step after all weights were saved, overwritten and loaded."""
+    trainer = trainer_of(cfg)
+    silent = SimpleNamespace(validating=lambda done, total: None)
+    found = []
+    with late(trainer.reducer.background, seconds):
+        for step in range(3):
+            if step == 2:
+                found.append(trainer.validate(Data(cfg), silent, 1))
+            if step == 2 and load:
+                folder = checkpoint.save(trainer, step)
+                for flat in trainer.reducer.trained:
+                    flat.weights.zero_()
+                checkpoint.load(trainer, folder)
+            norm, sums = trainer.step(batch(trainer, step), 1e-2)
+            found.append((norm.item(), sums[0].item()))
+    return found
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_overflow_on_one_rank_skips_the_step_on_all(corpus, stage):
-    cfg = config(corpus, zero=stage, dp=2, tp=2, dtype="float16", microbatches=2)
-    got = pool(4, _overflow, cfg)
-    assert got == [(True, True, True)] * 4
+def test_a_layer_waits_for_its_weights_after_a_step_a_validation_and_a_load(corpus, tmp_path,
+                                                                           stage):
+    cfg = config(corpus, dp=2, zero=stage, n_layer=2, microbatches=2, out=str(tmp_path))
+    load = stage < 3
+    assert pool(2, _late, cfg, 0.01, load) == pool(2, _late, cfg, 0.0, False)
 
 
-def _grads(rank, cfg):
-    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
-    for _ in range(2):  # the second one must not add to the first
-        trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    grads = local_tensors(trainer, "grads")
-    trainer.update(torch.tensor(1.0), 1e-3)
-    return grads, state_bytes(trainer)
+@pytest.mark.parametrize("flags", [{}, {"schedule": "interleaved", "chunks": 2}], ids=str)
+def test_new_weights_are_sent_in_the_order_in_which_forward_uses_them(corpus, flags):
+    """Also where a rank has two stages: the first stage's weights go first."""
+    trainer = trainer_of(config(corpus, zero=1, microbatches=2, **flags))
+    sent = []
+    background = trainer.reducer.background
+    usual = background.start
+
+    def start(function, *args):
+        if function is zero.all_gather:
+            sent.append(args[0])
+        return usual(function, *args)
+
+    background.start = start
+    trainer.step(batch(trainer), 1e-3)
+    del background.start
+    stages = trainer.pipeline.stages
+    uses = [flat for s in sorted(stages) for layer in stages[s]
+            for flat in trainer.reducer.flats_in(layer)]
+    in_order = [flat.weights for flat in dict.fromkeys(uses)]
+    assert len(sent) == len(in_order)
+    assert all(a is b for a, b in zip(sent, in_order, strict=True))
 
 
-READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+# ---- odd parameters ----
 
 
-class Launches(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the operations that are not just another view."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        name = op.overloadpacket.__name__
-        if not op.is_view and "record_function" not in name and name not in ("detach", "empty"):
-            self.counts[name] += 1
-        return op(*args, **kwargs or {})
-
-
-def _counted(rank, cfg):
-    """(what a step calls to look into a tensor, operations of norm and optimizer, weights)"""
-    trainer, data = Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
-    batches = [data.training(cfg, step, trainer.mesh) for step in range(2)]
-    trainer.step(batches[0], 1e-3)
-    reads, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
-    for name, method in kept.items():
-        setattr(torch.Tensor, name, lambda self, *args, method=method, name=name: (
-            reads.append(name), method(self, *args))[1])
-    try:
-        norm, sums = trainer.step(batches[1], 1e-3)
-        read = trainer.mesh.world.start_read(torch.cat([norm.view(1), sums]))  # as in run/log.py
-        norm, _ = trainer.gradients(batches[0])
-        with Launches() as launches:
-            trainer.optimizer.square(trainer.grads)
-            trainer.optimizer.step(trainer.grads, norm, 1e-3)
-        read()
-    finally:
-        for name, method in kept.items():
-            setattr(torch.Tensor, name, method)
-    return reads, launches.counts, len(trainer.reducer.weights)
-
-
-@pytest.mark.parametrize("flags", [
-    {"dp": 2, "grad_clip": 1e-6}, {"dp": 2, "zero": 3, "dtype": "bfloat16"},
-    {"dp": 2, "pp": 2, "zero": 1, "dtype": "bfloat16"},
-    {"tp": 2, "cp": 2, "sp": True}], ids=str)
-def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpus, flags):
-    cfg = config(corpus, microbatches=2, **flags)
-    for reads, counts, weights in pool(check(cfg, 1), _counted, cfg):
-        assert reads == ["tolist"]
-        is_narrow = cfg.dtype == "bfloat16"
-        # Once for weights with decay, once for those without
-        assert counts.pop("_fused_adamw_") == 2
-        assert counts.pop("_foreach_mul_", 0) == (0 if is_narrow else 2)  # scaled in place
-        assert counts.pop("mul") <= 2 + is_narrow * weights  # scaled, and wider, one by one
-        assert counts.pop("_foreach_copy_", 0) == (cfg.dtype == "bfloat16")  # rounded
-        assert counts.pop("_foreach_norm") == 1 and counts.pop("add_") == 1  # the counter of steps
-        # The rest are of single numbers: norm, clipping, whether to skip
-        assert counts.pop("_to_copy") <= 4 and sum(counts.values()) <= 20, counts
-
-
-def test_a_norm_of_many_elements_is_exact():
-    """torch's CPU kernel adds up squares one after the other: 7e-4 too small here, in float32."""
-    x = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
-    found, least = exact_norms([x, x[:7]], torch.float)
-    assert found == pytest.approx(x.double().norm().item(), rel=1e-6)
-    assert least == pytest.approx(x[:7].double().norm().item(), rel=1e-6)
-
-
-def test_18_bytes_per_parameter():
-    assert [sum(sizes.bytes_per_parameter(stage, 1, 2, 4)) for stage in range(4)] == [18] * 4
-    assert [sum(sizes.bytes_per_parameter(stage, 4, 2, 4)) for stage in range(4)] == [
-        18, 9, 6, 4.5]
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_hook_of_a_tied_weight_is_called_once_in_each_backward(corpus, stage):
+    trainer = trainer_of(config(corpus, zero=stage, microbatches=3))
+    calls = Counter()
+    hook = trainer.reducer.grad_added
+    for flat in trainer.reducer.trained:
+        for param in flat.params:
+            param._post_accumulate_grad_hooks.clear()
+            param.register_post_accumulate_grad_hook(
+                lambda p: (calls.update([p.tag.name]), hook(p)) and None)
+    trainer.step(batch(trainer), 1e-3)
+    assert calls == dict.fromkeys(trainer.shapes, 3)
 
 
 def _unused(rank, world, stage, n):
     """{name: gradient} of a layer with a parameter that the loss does not depend on, and one that
-    only rank 0 uses; and of a layer of which other ranks use nothing."""
+    only rank 0 uses; and of a layer of which other ranks use nothing. (Under ZeRO-3 all ranks use
+    the same: its gathers and reductions go in one order.)"""
+    uses = rank == 0 or stage == 3
     def parameter(name):
         param = torch.nn.Parameter(torch.empty(n, device="meta"))
         param.tag = Tag(name, param.shape, 0, ((0, n),), sum_over=(group,))
@@ -301,7 +451,7 @@ def _unused(rank, world, stage, n):
                 parameter, ("used", "unused", "sometimes"))
 
         def forward(self, x):
-            return x * self.used + (self.sometimes if rank == 0 else 0)
+            return x * self.used + (self.sometimes if uses else 0)
 
     class Lonely(torch.nn.Module):
         def __init__(self):
@@ -309,95 +459,80 @@ def _unused(rank, world, stage, n):
             self.weight = parameter("lonely")
 
         def forward(self, x):
-            return x + (3 * self.weight if rank == 0 else 0)
+            return x + (3 * self.weight if uses else 0)
 
-    group = Mesh(dp=world).group("dp")
+    mesh = Mesh(dp=world)
+    group = mesh.group("dp")
     layers = [Layer(), Lonely()]
-    reducer = zero.REDUCERS[stage]({0: layers}, None, lambda tag: torch.ones(n), torch.float64)
-    for bucket in reducer.buckets:
-        if bucket.grad_shard is not None:  # None: a rank alone, under DDP
-            bucket.grad_shard.fill_(7.0)  # as a step before might have left it
-    for last in (False, True):
-        y = layers[1](layers[0](torch.full((n,), rank + 1.0))).sum()
-        reducer.expect(0, last)
-        y.backward()
-    wholes = whole_slices(reducer, reducer.gradients())
-    return {tag.name: gradient.tolist() for tag, gradient in wholes}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world,n", [(1, 3), (2, 5), (4, 1), (8, 2)])  # n < world: empty shards
-def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
-    total = 2.0 * sum(range(1, world + 1))
-    for got in pool(world, _unused, world, stage, n):
-        assert got == {"used": [total] * n, "unused": [0.0] * n, "sometimes": [2.0] * n,
-                       "lonely": [6.0] * n}
-
-
-def _late(rank, cfg, seconds, load):
-    """Loss and norm of three steps with collectives that start late. load: the last step after all
-    weights were saved, overwritten and loaded."""
-    trainer, data = Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
-    group, submit = trainer.reducer.buckets[0].group, Group.submit
-    group.submit = lambda job, name: submit(group, lambda: (time.sleep(seconds), job()), name)
+    reducer = zero.REDUCERS[stage]({0: layers}, lambda tag: torch.ones(n), torch.float64,
+                                   mesh.device, mesh.background)
     found = []
-    for step in range(3):
-        if step == 2 and load:
-            folder = checkpoint.save(trainer, step)
-            group.last.wait()
-            for bucket in trainer.reducer.buckets:
-                bucket.full.zero_()
-            checkpoint.load(trainer, folder)
-        norm, read = trainer.gradients(data.training(cfg, step, trainer.mesh))
-        found.append(read())
-        trainer.update(norm, 1e-2)
+    for _ in range(2):  # the second step must not see the first one's gradients
+        for last in (False, True):
+            y = layers[1](layers[0](torch.full((n,), rank + 1.0))).sum()
+            reducer.expect(0, last)
+            y.backward()
+        wholes = whole_slices(reducer, reducer.gradients())
+        found.append({tag.name: gradient.tolist() for tag, gradient in wholes})
+        reducer.publish()
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_layer_waits_for_its_new_weights_after_a_step_and_a_load(corpus, tmp_path, stage):
-    cfg = config(corpus, dp=2, zero=stage, n_layer=2, microbatches=1, out=str(tmp_path))
-    assert pool(2, _late, cfg, 0.02, True) == pool(2, _late, cfg, 0.0, False)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world,n", [(1, 3), (2, 5), (4, 1)])  # n < world: empty chunks
+def test_a_parameter_without_gradient_counts_as_zeros_and_hangs_nobody(world, n, stage):
+    total = 2.0 * sum(range(1, world + 1))
+    users = world if stage == 3 else 1
+    want = {"used": [total] * n, "unused": [0.0] * n, "sometimes": [2.0 * users] * n,
+            "lonely": [6.0 * users] * n}
+    for got in pool(world, _unused, world, stage, n):
+        assert got == [want, want]
 
 
-def test_no_storage_is_freed_while_an_all_gather_writes_into_it(corpus):
-    """A layer's weights were gathered ahead, but the layer does not run."""
-    cfg = config(corpus, zero=3, microbatches=1)
-    reducer = Trainer(cfg, mesh_of(cfg), VOCAB).reducer
-    home = reducer.home[next(reducer.layers[1].parameters())]
-    freed = []
-    arriving = SimpleNamespace(wait=lambda: freed.append(home.full.untyped_storage().nbytes() == 0))
-    with patch.object(zero, "all_gather", lambda full, group, async_op: arriving):
-        reducer.gather_weights([], prefetch=[reducer.layers[1]])
-    assert not freed
-    reducer.gather_weights([])
-    assert freed and not any(freed) and not home.full.untyped_storage().nbytes()
+def freeze(model):
+    """Train the last block only."""
+    for name, param in model.canonical_parameters():
+        param.requires_grad_(".h.2." in name)
 
 
-def test_new_weights_are_sent_in_the_order_in_which_forward_uses_them(corpus):
-    """Also where a rank has two stages: the first stage's weights go first."""
-    cfg = config(corpus, zero=1, schedule="interleaved", chunks=2, microbatches=2)
-    trainer, sent = Trainer(cfg, mesh_of(cfg), VOCAB), []
-    with patch.object(zero, "all_gather", lambda full, group, async_op: sent.append(full)):
-        trainer.step(Data(cfg).training(cfg, 0, trainer.mesh), 1e-3)
-    stages = trainer.pipeline.stages
-    layers = [layer for s in sorted(stages) for layer in stages[s].layers]
-    uses = [trainer.reducer.home[param] for layer in layers for param in layer.parameters()]
-    in_order = [bucket.full for bucket in dict.fromkeys(uses)]
-    assert len(stages) == 2 and len(sent) == len(in_order)
-    assert all(a is b for a, b in zip(sent, in_order, strict=True))
+def frozen_kind(config):
+    def made(config):
+        model = kind_of(config)(config)
+        freeze(model)
+        return model
+
+    return made
+
+
+def frozen_build(*args):
+    model = build(*args)
+    freeze(model)
+    return model
+
+
+def _frozen(rank, cfg):
+    return train_with(rank, cfg, train, "kind_of", frozen_kind)
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "zero": 1, "recompute": True}, {"dp": 4, "shard": 2, "zero": 3, "microbatches": 3},
+    {"pp": 4, "microbatches": 3}], ids=str)
+def test_frozen_parameters_stay_and_the_others_train_like_one_process(corpus, flags):
+    got, want = equals_one_process(corpus, _frozen, build=frozen_build, **flags)
+    for name, value in want[0]["weights"].items():
+        assert torch.equal(value, want[-1]["weights"][name]) != (".h.2." in name)
 
 
 def _disagree(rank, cfg, where):
     """replicas_agree() before and after rank 1 changes one bit of a weight."""
-    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
-    before = trainer.replicas_agree()
-    for bucket in trainer.reducer.buckets if rank == 1 else ():
-        for param in bucket.params:
+    trainer = trainer_of(cfg)
+    before = train.replicas_agree(trainer)
+    for flat in trainer.reducer.trained if rank == 1 else ():
+        for param in flat.params:
             if where in param.tag.name:
-                piece = bucket.full.narrow(0, bucket.starts[param], param.numel())
-                piece[-1] = math.nextafter(piece[-1], 1)
-    return before, trainer.replicas_agree()
+                piece = flat.view(flat.weights, param).view(-1)
+                piece[-1] = torch.nextafter(piece[-1], torch.tensor(1.0).double())
+    return before, train.replicas_agree(trainer)
 
 
 @pytest.mark.parametrize("flags,where", [
@@ -409,4 +544,4 @@ def test_replicas_that_differ_in_one_bit_do_not_agree(corpus, flags, where):
     of shards (--shard); what a tensor rank holds alone, the last case, may differ."""
     cfg = config(corpus, n_layer=2, microbatches=1, **flags)
     alone = "tp" in flags and "c_fc" in where
-    assert pool(2, _disagree, cfg, where) == [(True, alone)] * 2
+    assert pool(check(cfg, 1), _disagree, cfg, where) == [(True, alone)] * 2

@@ -23,16 +23,17 @@ on one worker is skipped by all.
 import torch
 
 from collectives import all_reduce
-from ddp import parameters_of
+from run.tensorfile import CheckpointError
 
 OUTER_LR, MOMENTUM = 0.7, 0.9
 
 
 def keep_apart(stages, workers):
-    """Gradients of these stages are not to be summed over the group `workers`."""
-    for param in parameters_of(stages):
-        tag = param.tag
-        tag.sum_over = tuple(group for group in tag.sum_over if group is not workers)
+    """Gradients of these stages, {stage: [layers]}, are not to be summed over `workers`."""
+    for layer in (layer for layers in stages.values() for layer in layers):
+        for param in layer.parameters():
+            tag = param.tag
+            tag.sum_over = tuple(group for group in tag.sum_over if group is not workers)
 
 
 class DiLoCo:
@@ -40,9 +41,11 @@ class DiLoCo:
     replace."""
 
     def __init__(self, trainer, every):
-        self.inner = inner = trainer.optimizer
-        self.reducer = reducer = trainer.reducer
-        reducer.unsaved = "moments of --diloco"
+        self.inner = trainer.optimizer
+        self.reducer = trainer.reducer
+        if trainer.cfg.resume != "no":
+            raise CheckpointError(f"{trainer.cfg.resume}: has no moments of --diloco, because each "
+                                  "worker has its own; start it anew with --init-from")
         # The ranks of this worker; and those that have this rank's place in the W workers
         self.worker = trainer.mesh.group("shard", "pp", "ep", "cp", "tp")
         self.workers = trainer.mesh.group("rep")
@@ -50,7 +53,7 @@ class DiLoCo:
         self.apart = 0  # steps since the last meeting
         self.norm = None  # of this worker's gradients in the last step
         # The weights that `inner` steps: with 16 bits their masters
-        self.masters = inner.named_states().get("master", reducer.weights)
+        self.masters = self.inner.masters
         self.start = [master.clone() for master in self.masters]  # w0
         self.velocity = [torch.zeros_like(master) for master in self.masters]
 

@@ -20,55 +20,54 @@ AdamW's states; LARS uses one of the two moments.
 import torch
 
 from collectives import all_reduce
-from optimizer import AdamW, clip_coefficient, decays
+from optimizer import BETAS, AdamW, clip_coefficient, decays
 
 MOMENTUM = 0.9  # of LARS
-BETA1, BETA2 = 0.9, 0.95  # of LAMB
 
 
 class Layerwise(AdamW):
-    def __init__(self, cfg, reducer, names, world):
+    def __init__(self, cfg, reducer, scale, names, world):
         """names: all tensors of the model, in one order on all ranks. world: the group of all
         ranks."""
-        super().__init__(cfg, reducer)
+        super().__init__(cfg, reducer, scale)
         self.world = world
-        self.indices = [names.index(tag.name) for tag in reducer.tags]
+        self.indices = [names.index(tag.name) for tag in self.tags]
         self.num_tensors = len(names)
-        self.has_ratio = [decays(tag) for tag in reducer.tags]
+        self.decays = [cfg.weight_decay * decays(tag) for tag in self.tags]
 
+    @torch.no_grad()
     def step(self, grads, norm, lr):
-        if not norm.isfinite():
-            return
-        coefficient = clip_coefficient(norm, self.cfg.grad_clip)
-        self.num_steps += 1
-        grads = [grad.to(state.master.dtype) * coefficient
-                 for grad, state in zip(grads, self.states, strict=True)]
-        # direction: what to subtract from the weights at a rate of 1
-        directions = [self.direction(state, grad)
-                      for state, grad in zip(self.states, grads, strict=True)]
-        weight_norms = self.whole_norms([state.master for state in self.states])
-        other_norms = self.whole_norms(self.measured(grads, directions))
-        for i, state in enumerate(self.states):
-            weight, other = weight_norms[self.indices[i]], other_norms[self.indices[i]]
-            ratio = 1.0
-            if self.has_ratio[i] and weight > 0 and other > 0:
-                ratio = self.trust_ratio(weight, other)
-            self.move(state, lr * ratio * directions[i])
-            state.weights.copy_(state.master)
+        finite = norm.isfinite()
+        if finite:
+            self.num_steps += 1
+            factor = clip_coefficient(norm, self.cfg.grad_clip) / self.scale.value
+            grads = [grad.to(self.wide) * factor.to(self.wide) for grad in grads]
+            # what to subtract from the weights at a rate of 1
+            directions = [self.direction(i, grad) for i, grad in enumerate(grads)]
+            weight_norms = self.whole_norms(self.masters)
+            other_norms = self.whole_norms(self.measured(grads, directions))
+            for i, direction in enumerate(directions):
+                weight, other = weight_norms[self.indices[i]], other_norms[self.indices[i]]
+                ratio = 1.0
+                if decays(self.tags[i]) and weight > 0 and other > 0:
+                    ratio = self.trust_ratio(weight, other)
+                self.move(i, lr * ratio * direction)
+                self.weights[i].copy_(self.masters[i])
+        self.scale.update(finite)
 
     def whole_norms(self, pieces):
         """The norms of all whole tensors of the model, wherever they lie. pieces: this rank's."""
-        squares = torch.zeros(self.num_tensors, dtype=torch.double)
+        squares = torch.zeros(self.num_tensors, dtype=torch.double, device=self.scale.value.device)
         for i, piece in enumerate(pieces):
             squares[self.indices[i]] += piece.double().square().sum() / self.holders[i]
         return all_reduce(squares, self.world).sqrt().tolist()
 
 
 class LARS(Layerwise):
-    """The velocity v is AdamWState.mean."""
+    """The velocity v is in AdamW.means."""
 
-    def direction(self, state, grad):
-        return grad + state.decay * state.master
+    def direction(self, i, grad):
+        return grad + self.decays[i] * self.masters[i]
 
     def measured(self, grads, directions):
         return grads
@@ -76,18 +75,20 @@ class LARS(Layerwise):
     def trust_ratio(self, weight, grad):
         return weight / (grad + self.cfg.weight_decay * weight)
 
-    def move(self, state, change):
-        state.mean.mul_(MOMENTUM).add_(change)
-        state.master -= state.mean
+    def move(self, i, change):
+        self.means[i].mul_(MOMENTUM).add_(change)
+        self.masters[i].sub_(self.means[i])
 
 
 class LAMB(Layerwise):
-    def direction(self, state, grad):
-        state.mean.lerp_(grad, 1 - BETA1)
-        state.square.lerp_(grad.square(), 1 - BETA2)
-        mean = state.mean / (1 - BETA1**self.num_steps)  # both means began at 0
-        square = state.square / (1 - BETA2**self.num_steps)
-        return mean / (square.sqrt() + 1e-6) + state.decay * state.master
+    def direction(self, i, grad):
+        beta1, beta2 = BETAS
+        self.means[i].lerp_(grad, 1 - beta1)
+        self.squares[i].lerp_(grad.square(), 1 - beta2)
+        t = self.num_steps.item()
+        mean = self.means[i] / (1 - beta1**t)  # both means began at 0
+        square = self.squares[i] / (1 - beta2**t)
+        return mean / (square.sqrt() + 1e-6) + self.decays[i] * self.masters[i]
 
     def measured(self, grads, directions):
         return directions
@@ -95,8 +96,8 @@ class LAMB(Layerwise):
     def trust_ratio(self, weight, direction):
         return weight / direction
 
-    def move(self, state, change):
-        state.master -= change
+    def move(self, i, change):
+        self.masters[i].sub_(change)
 
 
 OPTIMIZERS = {"lars": LARS, "lamb": LAMB}

@@ -10,7 +10,7 @@ their last bit, because a product's rounding depends on where in memory its fact
 rank takes 1/T of its gradient, and the T gradients are summed: otherwise the copies would drift
 apart.
 
-    held on a rank      gradients and optimizer states of A and B only (frozen: engine/ddp.py)
+    held on a rank      gradients and optimizer states of A and B only
     sent, --dp          2 (D-1)/D of the elements of A and B, in place of the model's
     sent, --tp          more elements per matrix and microbatch, where n = B S RANK:
                         columns    2 (T-1)/T n in backward
@@ -19,8 +19,7 @@ apart.
                                    2 (T-1)/T n for columns
                         and per step an all-reduce of the gradients of the replicated A's and B's
 
-Initial values of W: --init-from, or random. The techniques that split matrices may be the root's or
-the engine's. Left out: merging W + B A into one matrix.
+Initial values of W: --init-from, or random. Left out: merging W + B A into one matrix.
 
     git apply extras/forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from
     model.safetensors
@@ -36,6 +35,7 @@ import run.weights
 from collectives import WithBackward
 from experts import MixtureOfExperts
 from shard import tag_replicated
+from tensor_parallel import Column
 
 ALPHA = 8
 COLUMNS = ("c_attn", "c_fc")  # column-parallel; the others, c_proj, are row-parallel
@@ -117,24 +117,23 @@ class Replicated(nn.Module):
 
 
 def split_like(linear, adapter, *parts):
-    """The adapter's matrix as a Column or Row like the linear layer: of tensor_parallel.py or of
-    engine/tensor_parallel.py. parts: those of the Column."""
-    if hasattr(linear, "region"):  # of engine/
-        return type(linear)(adapter, linear.region, linear.defer, *parts)
-    crossing = linear.f if hasattr(linear, "f") else linear.g
-    return type(linear)(adapter, linear.group, crossing, *parts)
+    """The adapter's matrix as a Column or Row like the linear layer. parts: those of a Column."""
+    crossing = linear.f if isinstance(linear, Column) else linear.g
+    return type(linear)(adapter, linear.group, crossing, *parts, deferred=linear.deferred)
 
 
-def split_too(technique, sp, model, group):
-    """Call technique(model, group), which replaces the linear layers, and then split their adapters
-    alike. sp: do the ranks see different tokens?"""
-    adapters = [(part, name, getattr(part, name).adapter_a, getattr(part, name).adapter_b)
-                for part, name in matrices(model)]
-    technique(model, group)
+def adapters_of(model):
+    """[(module, name, A, B)] of a whole model."""
+    return [(part, name, getattr(part, name).adapter_a, getattr(part, name).adapter_b)
+            for part, name in matrices(model)]
+
+
+def split_adapters(adapters, group, sp):
+    """After split_matrices, which has replaced the linear layers: split their adapters alike."""
     replicated = nn.ModuleList()
     for part, name, a, b in adapters:
         linear = getattr(part, name)
-        if isinstance(linear, nn.Linear):  # as it was, with its adapter: engine/ with one rank
+        if isinstance(linear, nn.Linear):  # not split: one tensor rank
             continue
         whole = a if name in COLUMNS else b  # the adapter's matrix that all T ranks hold
         if not sp:  # (under --sp their gradients are terms of a sum already)
@@ -145,9 +144,3 @@ def split_too(technique, sp, model, group):
         else:
             attach(linear, split_like(linear, a), whole)
     tag_replicated(replicated, group, sum_gradients=True)
-
-
-def split_adapters(parts):
-    """Replace the techniques among the parts that train (`choose` in train.py)."""
-    for name in ("tensor_parallel", "sequence_parallel"):
-        setattr(parts, name, partial(split_too, getattr(parts, name), name == "sequence_parallel"))

@@ -20,8 +20,10 @@ D x T ranks of a stage orthogonalize each of its matrices: the same work, D x T 
 
 import math
 
+import torch
+
 from collectives import all_reduce
-from optimizer import AdamW, AdamWState
+from optimizer import AdamW, clip_coefficient
 
 MOMENTUM = 0.95  # M
 
@@ -42,41 +44,41 @@ def whole_matrix(piece, tag, start, sharded):
     """The whole matrix, of which this rank holds a piece: elements from `start` on of its slice.
     Each sum puts pieces together, because every rank has zeros beside its own."""
     held = piece.new_zeros(tag.slice_shape.numel())
-    held[start : start + piece.numel()] = piece.flatten()
-    if sharded:  # ZeRO: each replica has a piece of the slice
+    held[start : start + piece.numel()] = piece
+    if sharded:  # ZeRO: each replica has a piece of the slice, perhaps an empty one
         all_reduce(held, tag.sum_over[0])
     full = piece.new_zeros(tag.shape)
     tag.place(held.view(tag.slice_shape), full)
     return all_reduce(full, tag.split_over) if tag.split_over else full
 
 
-class MuonState(AdamWState):
-    """Muon of one matrix, or of this rank's piece of one."""
-
-    def __init__(self, weights, decay, tag, start, sharded):
-        super().__init__(weights, decay)
-        self.tag = tag
-        self.start = start
-        self.sharded = sharded
-
-    def step(self, grad, lr, *of_adamw):
-        """Pieces of u -> the whole u -> O -> this rank's piece of O, which steps this rank's piece
-        of the matrix. Collective: AdamW.step calls all states in one order on all ranks."""
-        self.mean.lerp_(grad, 1 - MOMENTUM)
-        u = grad.lerp(self.mean, MOMENTUM)
-        full = whole_matrix(u, self.tag, self.start, self.sharded)
-        update = 0.2 * math.sqrt(max(full.shape)) * newton_schulz(full)
-        held = self.tag.slice(update).flatten()[self.start : self.start + grad.numel()]
-        self.master -= lr * (held.view_as(self.master) + self.decay * self.master)
-        self.weights.copy_(self.master)
-
-
 class Muon(AdamW):
     """Muon for the matrices of the blocks, else AdamW."""
 
-    def __init__(self, cfg, reducer):
-        super().__init__(cfg, reducer)
-        for i, tag in enumerate(reducer.tags):
-            if len(tag.shape) == 2 and ".h." in tag.name and tag.name.endswith("weight"):
-                self.states[i] = MuonState(reducer.weights[i], cfg.weight_decay, tag,
-                                           reducer.starts[i], reducer.sharded)
+    def __init__(self, cfg, reducer, scale):
+        super().__init__(cfg, reducer, scale)
+        self.starts = reducer.starts
+        self.sharded = reducer.sharded
+        self.matrices = [i for i, tag in enumerate(self.tags)
+                         if len(tag.shape) == 2 and ".h." in tag.name]
+
+    @torch.no_grad()
+    def step(self, grads, norm, lr):
+        if norm.isfinite():  # all ranks have the same norm, so all of them take part in the sums
+            factor = clip_coefficient(norm, self.cfg.grad_clip) / self.scale.value
+            for i in self.matrices:
+                self.step_matrix(i, grads[i].to(self.wide) * factor.to(self.wide), lr)
+        # AdamW skips what has no gradient here
+        others = [grad[:0] if i in self.matrices else grad for i, grad in enumerate(grads)]
+        super().step(others, norm, lr)  # copies all masters into the weights
+
+    def step_matrix(self, i, grad, lr):
+        """Pieces of u -> the whole u -> O -> this rank's piece of O, which steps this rank's piece
+        of the matrix. Collective: all ranks list the matrices in one order."""
+        master, mean, tag, start = self.masters[i], self.means[i], self.tags[i], self.starts[i]
+        mean.lerp_(grad, 1 - MOMENTUM)
+        u = grad.lerp(mean, MOMENTUM)
+        full = whole_matrix(u, tag, start, self.sharded)
+        update = 0.2 * math.sqrt(max(full.shape)) * newton_schulz(full)
+        held = tag.slice(update).flatten()[start : start + grad.numel()]
+        master -= lr * (held + self.cfg.weight_decay * master)

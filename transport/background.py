@@ -1,0 +1,76 @@
+"""Work in the background: messages travel while the caller computes."""
+
+import queue
+import threading
+
+import torch
+
+
+class Background:
+    """Runs functions one after the other, in the order in which they were started, while the caller
+    goes on: on a CPU in a thread, on a GPU on a stream of its own, whose messages overtake products
+    that the GPU has yet to compute.
+
+    Each rank starts the same functions in the same order, so their messages meet. While something
+    runs here, the groups whose messages it sends belong to it: the caller sends through others."""
+
+    def __init__(self, device):
+        self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=-1)
+        self.jobs = queue.SimpleQueue()
+        self.thread = None  # made when first used
+
+    def start(self, function, *args):
+        """Start function(*args); return a function that waits for its end and raises its error. Do
+        not touch what the function reads or writes before that."""
+        if self.stream:
+            return self.start_on_stream(function, *args)
+        if not self.thread:
+            self.thread = threading.Thread(target=run_all, args=(self.jobs,), daemon=True)
+            self.thread.start()
+        done = threading.Event()
+        errors = []
+        self.jobs.put((function, args, done, errors))
+
+        def wait():
+            done.wait()
+            if errors:
+                raise errors[0]
+
+        return wait
+
+    def __del__(self):
+        self.jobs.put(None)  # ends the thread
+
+    def start_on_stream(self, function, *args):
+        """The stream waits for what the caller's stream has so far; wait() lets the caller's stream
+        wait for the function's kernels. The host waits for neither."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            function(*args)
+            event = self.stream.record_event()
+
+        def wait():
+            torch.cuda.current_stream().wait_event(event)
+            return args  # so that `wait` keeps them: the allocator must not reuse their memory
+
+        return wait
+
+
+def run_all(jobs):
+    """The thread of a Background: runs what comes, until None comes. After an error the groups are
+    out of step with other ranks: what comes later fails with the same error."""
+    broken = None
+    while job := jobs.get():
+        function, args, done, errors = job
+        try:
+            if broken:
+                raise broken
+            with torch.no_grad():
+                function(*args)
+        except BaseException as error:
+            broken = error
+            errors.append(error)
+        done.set()
+        del job, function, args, errors  # while the thread waits it is to hold no tensors

@@ -1,0 +1,71 @@
+"""NCCL: messages between GPUs. Skip this file if you have none.
+
+    gloo (CPU)   a send completes when it meets its receive; wait() blocks the thread
+    NCCL (GPU)   messages have no tags: between two ranks they are matched in the order of posting;
+                 an operation waits for the operations of its communicator before it; wait() lets
+                 the current stream wait, and the host goes on
+
+So messages to higher ranks and messages to lower ranks travel on two communicators: a rank that
+sends upward and a rank that sends downward cannot wait for each other. What one exchange sends and
+receives on one communicator is posted as one batch.
+"""
+
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+
+class Nccl:
+    """Carries the messages of one group."""
+
+    def __init__(self, up, down, rank, timeout):
+        """up, down: torch's ProcessGroups, of the same ranks."""
+        self.up, self.down, self.rank, self.timeout = up, down, rank, timeout
+        self.pending = deque()  # torch's Works that the GPU has not been seen to finish
+
+    def exchange(self, send, dst, recv, src, combine):
+        """Like Gloo.exchange, but the function that is returned lets the current stream wait."""
+        landing = recv if combine is None or recv is None else torch.empty_like(recv)
+        batches = {self.up: [], self.down: []}
+        if recv is not None:
+            way = self.up if src < self.rank else self.down
+            batches[way].append(dist.P2POp(dist.irecv, landing, group=way, group_peer=src))
+        if send is not None:
+            way = self.up if dst > self.rank else self.down
+            batches[way].append(dist.P2POp(dist.isend, send, group=way, group_peer=dst))
+        works = [work for batch in batches.values() if batch
+                 for work in dist.batch_isend_irecv(batch)]
+        while self.pending and self.pending[0].is_completed():
+            self.pending.popleft().wait()  # raises the error of an operation that failed
+        self.pending += works
+
+        def wait():
+            for work in works:
+                work.wait()
+            if landing is not recv:
+                combine(recv, landing)
+
+        return wait
+
+    def start_read(self, tensor):
+        """Start to copy a tensor to the host. Returns a function that waits for the copy, then
+        returns the numbers. The host waits for the GPU nowhere else, so a rank that has died or
+        hangs is noticed here: RuntimeError if the copy is not there after `timeout` seconds."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.current_stream().record_event()
+
+        def finish():
+            deadline = time.monotonic() + self.timeout
+            while not copied.query():
+                for work in self.pending:
+                    if work.is_completed():
+                        work.wait()  # raises the error of an operation that failed
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the GPU's messages are not done within {self.timeout:g} s")
+                time.sleep(0.0002)
+            return host.tolist()
+
+        return finish
