@@ -216,7 +216,6 @@ class DDP:
             for group in flat.others:
                 all_reduce(part, group)
             found += [values for _, _, values in flat.pieces(part, begin)]
-            flat.grads = None  # the caller's pieces keep it, until the next step's forward
             for param in flat.params:
                 param.grad = None
         return found

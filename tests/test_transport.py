@@ -131,9 +131,20 @@ def test_a_receive_combines_straight_out_of_the_senders_buffer():
     assert pool(2, _combined) == [[True] * 3] * 2
 
 
+def open_buffers():
+    """The number of open files of this process that are buffers."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile, by a thread of gloo
+            found += "memfd:nanoparallel" in os.readlink(path)
+    return found
+
+
 def _reuse(rank):
-    """Returns (buffers of this rank, open files beside those of all buffers) after 5 all-reduces of
-    three lengths, and after 100 more."""
+    """Returns (buffers of this rank, open files of buffers beside one for each) after 5 all-reduces
+    of three lengths, and after 100 more."""
+    gc.collect()
+    before = open_buffers()
     group = Mesh(dp=3).group("dp")
     links = group.carrier.links.values()
     seen = []
@@ -146,7 +157,7 @@ def _reuse(rank):
         mine = sum(len(link.buffers) for link in links)
         theirs = sum(len(link.theirs) for link in links)
         # Python's mmap keeps a file open for each buffer
-        seen.append((mine, len(os.listdir("/proc/self/fd")) - mine - theirs))
+        seen.append((mine, open_buffers() - before - mine - theirs))
     return seen
 
 
@@ -154,7 +165,7 @@ def test_buffers_are_reused_and_no_file_stays_open():
     """Buffers of 3 sizes to each of 2 peers; of each at most the 5 messages by which a rank may be
     ahead of its reader."""
     for (_, files), (number, files_later) in pool(3, _reuse):
-        assert number <= 3 * 2 * 5 and files == files_later
+        assert number <= 3 * 2 * 5 and files == files_later == 0
 
 
 @pytest.mark.parametrize("length", [1, 4096, 4097, 2**16 + 1, 10**6, 2**20 + 1, PIECE])
@@ -163,13 +174,12 @@ def test_a_buffer_is_at_most_an_eighth_or_a_page_longer_than_its_message(length)
     assert 0 <= size - length < max(4096, length / 8) and size % 4096 == 0
 
 
-def _unread(rank, world):
-    """Each rank sends a thousand messages that nobody has read, more than a socket holds, six times
-    over. Returns the most buffers of a link, each time."""
+def _unread(rank, world, rounds):
+    """Each rank sends a thousand messages that nobody has read, more than a socket holds; some
+    rounds of it. Returns the most buffers of a link."""
     group = Mesh(dp=world).world
     peers = [peer for peer in range(world) if peer != rank]
-    held = []
-    for _ in range(6):
+    for _ in range(rounds):
         for i in range(1000):
             for peer in peers:
                 group.send(torch.full((3,), float(i)), peer).wait()
@@ -178,15 +188,15 @@ def _unread(rank, world):
             for i in range(1000):
                 group.recv(got[i], peer).wait()
             assert got[:, 2].tolist() == [*range(1000)]
-        held.append(max(len(buffers(group, peer)) for peer in peers))
-    return held
+        c.all_reduce(torch.ones(1), group)  # all ranks have read all
+    return max(len(buffers(group, peer)) for peer in peers)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_thousand_unread_messages_block_nobody_and_their_buffers_are_reused(world):
-    """The socket holds the numbers of some 270 free buffers. The rest, of a round at most, comes
-    back when the next round is read: two rounds of buffers do for six rounds of messages."""
-    assert max(max(held) for held in pool(world, _unread, world)) <= 2010
+@pytest.mark.parametrize("world,rounds", [(2, 12), (3, 2)])
+def test_a_thousand_unread_messages_block_nobody_and_their_buffers_are_reused(world, rounds):
+    """The socket holds the numbers of some 270 free buffers; the rest comes back when the next
+    round is read. So two rounds of buffers do, and three are allowed, for twelve of messages."""
+    assert max(pool(world, _unread, world, rounds)) <= 3000
 
 
 def _ring_of_sends(rank, world):
@@ -254,7 +264,7 @@ def road(rank, name):
     def forbidden(name):
         raise PermissionError
 
-    places = {"mixed": rank // 2, "the last apart": rank == 3, "all apart": rank}
+    places = {"mixed": rank // 2, "the last apart": rank == 3}
     if name in places:
         with patch.object(shared_memory, "machine", lambda: ["machine", places[name]]):
             yield
@@ -269,8 +279,7 @@ def linked(name, world):
     """{rank: the peers with which it shares memory}."""
     def share(a, b):
         return {"mixed": a // 2 == b // 2, "the last apart": 3 not in (a, b),
-                "all apart": False, "forbidden": False,
-                "forbidden to rank 1": 1 not in (a, b)}[name]
+                "forbidden": False, "forbidden to rank 1": 1 not in (a, b)}[name]
 
     return {a: [b for b in range(world) if b != a and share(a, b)] for a in range(world)}
 
@@ -285,8 +294,7 @@ def _on_road(rank, world, name):
     return [*group.carrier.links]
 
 
-@pytest.mark.parametrize("name", ["mixed", "the last apart", "all apart", "forbidden",
-                                  "forbidden to rank 1"])
+@pytest.mark.parametrize("name", ["mixed", "the last apart", "forbidden", "forbidden to rank 1"])
 def test_collectives_equal_their_definition_over_every_road(name):
     assert pool(4, _on_road, 4, name) == [*linked(name, 4).values()]
 
@@ -557,40 +565,37 @@ def test_a_number_of_no_buffer_is_refused():
 
 
 def talks(rank, mesh, pipe):
-    """Returns the number of this process's sockets that have a name of ours."""
+    """Returns the names of this process's sockets. (Others of this machine may run tests, too.)"""
     group = joined(mesh)
     for n in (1, 1000, 1 << 20):
         c.all_reduce(torch.zeros(n), group)
-    return Path("/proc/self/net/unix").read_text().count("@nanoparallel-")
+    mine = set()
+    for link in group.carrier.links.values():
+        for end in (link.outgoing, link.incoming):
+            mine |= {end.getsockname(), end.getpeername()}
+    return {name.decode().replace("\0", "@") for name in mine if name}
 
 
 def test_messages_use_no_file_and_a_kill_leaves_no_socket():
-    def files():
-        return {*Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
-
-    names = {}
-
     def sockets():
-        return Path("/proc/net/unix").read_text().split()
+        return {*Path("/proc/net/unix").read_text().split()}
 
-    before = {name for name in sockets() if name.startswith("@nanoparallel-")}
     with processes(2, talks) as ranks:
-        assert all(said(pipe) > 0 for _, pipe in ranks)
-        names = {name for name in sockets() if name.startswith("@nanoparallel-")} - before
-        assert names
+        names = set().union(*[said(pipe) for _, pipe in ranks])
+        assert names and names <= sockets()
+        assert all(name.startswith("@nanoparallel-") for name in names)  # no path
         for process, _ in ranks:
-            opened = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()
-                      if path.is_symlink()]
             mapped = Path(f"/proc/{process.pid}/maps").read_text()
             assert "/memfd:nanoparallel (deleted)" in mapped  # no name in any folder
-            assert "/dev/shm/" not in mapped and not any("/dev/shm/" in each for each in opened)
-    assert names & {*sockets()} <= before
+            opened = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+            assert not any("/dev/shm" in each for each in [mapped, *opened])
+    assert not names & sockets()
 
 
 def _dropped(rank):
-    """Returns the open files and the mapped buffers when a mesh has been dropped, twenty times."""
+    """Returns [(open files, mapped buffers)] when a mesh has been dropped, ten times."""
     seen = []
-    for _ in range(20):
+    for _ in range(10):
         mesh = Mesh(dp=2)
         c.all_reduce(torch.zeros(1000), mesh.world)
         del mesh
@@ -601,11 +606,12 @@ def _dropped(rank):
 
 
 def test_a_mesh_that_is_dropped_takes_its_sockets_and_buffers_with_it():
-    """From the second one on: the pool keeps gloo's connections (tests/pool.py)."""
-    for _ in range(2):
-        got = pool(2, _dropped)
-    for seen in got:
-        assert len(set(seen)) == 1, seen
+    """Nine meshes would leave 18 sockets and 18 buffers. (gloo may open a file meanwhile. Its
+    connections for ten meshes are made in a first call, and kept by the pool.)"""
+    pool(2, _dropped)
+    for seen in pool(2, _dropped):
+        files, mapped = zip(*seen, strict=True)
+        assert max(files) - min(files) < 9 and len(set(mapped)) == 1, seen
 
 
 # ---- work in the background ----
