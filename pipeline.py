@@ -23,16 +23,17 @@ from experts import balance_loss
 from schedules import DIRECTION, make_schedule, placement, transfers
 
 
-def incoming(lists, where, rank):
+def order_of_messages(lists, where, rank):
     """{other rank: the tensors that it sends to this rank, in the order in which it sends them}. A
     tensor is named (data, stage that needs it, microbatch); data: "F", an activation, or "B", a
     gradient."""
-    found = {other: deque() for other in range(len(lists))}
+    found = {other: [] for other in range(len(lists))}
     for other, actions in enumerate(lists):
         for action in actions:
-            for _, receive in [pair for pair in [transfers(action, where)] if pair]:
-                if where[receive.stage] == rank:
-                    found[other].append((receive.kind[1], receive.stage, receive.microbatch))
+            pair = transfers(action, where)  # (send, receive), or nothing
+            if pair and where[pair[1].stage] == rank:
+                _, stage, k = pair[1]
+                found[other].append((pair[1].kind[1], stage, k))
     return found
 
 
@@ -64,6 +65,10 @@ class Pipeline:
         self.forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
         # {stage: the action that completes its gradients, the last B or W}
         self.last = {a.stage: a for a in self.lists[group.rank] if a.kind in ("B", "W")}
+        # What the other ranks send to this one, in training and in a validation
+        self.messages = [order_of_messages(each, self.where, group.rank)
+                         for each in (self.lists, self.forwards)]
+        self.incoming = {}  # other rank -> what it has yet to send in this step
         # (data, stage, microbatch) -> a tensor that has come and is not needed yet
         self.arrived = {}
         self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
@@ -78,8 +83,9 @@ class Pipeline:
         Out: the reducer can give the gradients. Returns this rank's part of the loss per token,
         without the balance loss, 0 without the last stage: a float64 tensor.
         """
-        lists = self.lists if reducer else self.forwards
-        self.incoming = incoming(lists, self.where, self.group.rank)
+        lists, messages = (self.lists, self.messages[0]) if reducer else (
+            self.forwards, self.messages[1])
+        self.incoming = {other: deque(named) for other, named in messages.items()}
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
         for action in lists[self.group.rank]:
             kind, stage, k = action
