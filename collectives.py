@@ -228,7 +228,7 @@ def all_gather(tensor, group):
     return tensor
 
 
-def swap(tensor, group, combine):
+def all_reduce_of_two(tensor, group, combine):
     """All-reduce of two ranks in one hop, not two: each sends all that it has, and adds. The bytes
     are the ring's, and so are the bits, because a + b = b + a."""
     own = flat(tensor)
@@ -242,7 +242,7 @@ def all_reduce(tensor, group, combine=torch.Tensor.add_):
         run_native(dist.all_reduce, group, flat(tensor), OPERATIONS[combine])
         return tensor
     if group.size == 2:
-        return swap(tensor, group, combine)
+        return all_reduce_of_two(tensor, group, combine)
     return all_gather(reduce_scatter(tensor, group, combine), group)
 
 
