@@ -182,7 +182,8 @@ def maximum(into, received):
 # Torch's own collectives (--collectives native). torch 2.13 renamed two of them
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}  # of a combine
+# combine -> the operation's name in torch
+OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}
 
 
 def run_native(collective, group, *args):
