@@ -52,9 +52,9 @@ CUDNN, FLASH, EFFICIENT = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTIO
 def choose_kernel(q, k, v):
     """The kernel that computes the hops of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). It must
     take half of them, too: a hop has half of the queries or half of the keys (visible), and cuDNN
-    takes no length of 1. On a GPU the kernel that torch's own attention would
-    choose: cuDNN's on Hopper and Blackwell, FlashAttention on other cards since the A100, both in
-    16 bits; else EFFICIENT. None on a CPU, which has only one kernel."""
+    takes no length of 1. On a GPU the kernel that torch's own attention would choose: cuDNN's on
+    Hopper and Blackwell, FlashAttention on other cards since the A100, both in 16 bits; else
+    EFFICIENT. None on a CPU, which has only one kernel."""
     if not q.is_cuda:
         return None
     q, k, v = (x[:, :, : x.size(2) // 2] for x in (q, k, v))

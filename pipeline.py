@@ -122,7 +122,7 @@ class Pipeline:
         # The last layer of the model is its head, which returns the loss
         y = last(y, targets) / self.tokens if is_last else last(y).contiguous()
         outputs = [y]
-        balance = balance_loss(self.stages[stage])  # that of this stage's experts
+        balance = balance_loss(self.stages[stage])  # the balance loss of this stage's experts
         if balance is not None:
             outputs.append(balance / self.tokens)
         if torch.is_grad_enabled():

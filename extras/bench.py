@@ -77,7 +77,7 @@ class Job:
         self.row = row
         self.n = row.n
         self.rank = rank
-        self.numel = 0  # of a collective's tensor
+        self.numel = 0  # elements of a collective's tensor
         if row.size not in SIZES:
             self.numel = 256 * min(row.size, 1024 if quick else row.size)  # 4 bytes each
         words = f"{SIZES.get(row.size, '')} {QUICK if quick else ''} {row.layout} --device cpu"

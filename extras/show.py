@@ -241,7 +241,7 @@ def visible_pairs(queries, keys):
 def zigzag_table(S, ranks):
     """Text: which segments of S tokens meet in which hop of ring attention, and how even the work
     is, with zigzag and without."""
-    positions = [zigzag(S, ranks, rank) for rank in range(ranks)]  # of each rank's tokens
+    positions = [zigzag(S, ranks, rank) for rank in range(ranks)]
     hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two positions meet
     for rank, queries in enumerate(positions):
         for other, keys in enumerate(positions):
@@ -587,7 +587,7 @@ def schedules_command(words):
 
 EIGHT = "--dp 2 --tp 2 --pp 2 --zero 1"
 EIGHT_RANKS = {"dp": 2, "pp": 2, "tp": 2}
-VOCAB_SIZE = 1024  # of train.py's default data
+VOCAB_SIZE = 1024  # words of train.py's default data
 ACROSS, DOWN = 1 / 8, 1 / 11  # pixels of an element
 BOX, TALL = 402, 114  # width and height of a rank's box
 NOTES = ("A block's matrices: c_attn (queries, keys, values) and c_proj; c_fc and c_proj. Rows of "
@@ -618,7 +618,7 @@ def draw_matrix(picture, x, middle, shape, dim, ranges, stepped):
     """The full matrix, dashed; what the rank has of it; what the rank's optimizer steps."""
     height, width = shape[0] * DOWN, shape[1] * ACROSS
     top = middle - height / 2
-    offset = 0  # of a range in the slice
+    offset = 0  # where a range begins in the slice
     for start, stop in ranges:
         if dim == 0:  # rows; of those the optimizer steps some
             first = max(stepped[0] - offset, 0)

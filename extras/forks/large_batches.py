@@ -22,7 +22,7 @@ import torch
 from collectives import all_reduce
 from optimizer import BETAS, AdamW, clip_coefficient, decays
 
-MOMENTUM = 0.9  # of LARS
+MOMENTUM = 0.9  # decay of LARS's momentum
 
 
 class Layerwise(AdamW):
