@@ -39,7 +39,7 @@ class Config:
     recompute: bool = flag(False, "recompute each block's activations in backward")
     cp_attention: str = flag("ring", "how keys meet queries", ("ring", "all-to-all"))
     # model
-    arch: str = flag("gpt2", "model.py's GPT-2 or llama.py's Llama, Qwen2, Qwen3",
+    arch: str = flag("gpt2", "architecture",
                      ("gpt2", "llama", "qwen2", "qwen3"))
     n_layer: int = flag(4, "transformer blocks")
     n_head: int = flag(4, "attention heads")
@@ -48,7 +48,7 @@ class Config:
     block_size: int = flag(128, "tokens per sequence")
     experts: int = flag(0, "experts in each block, in place of its MLP; 0: none")
     top_k: int = flag(2, "experts that a token goes through, each 1/top-k as wide as an MLP")
-    dtype: str = flag("float32", "number format of weights and activations", tuple(WIDTHS))
+    dtype: str = flag("float32", "number format", tuple(WIDTHS))
     # training
     steps: int = flag(600, "optimizer steps")
     batch_size: int = flag(32, "sequences per step, over all ranks")
@@ -67,7 +67,7 @@ class Config:
     eval_interval: int = flag(200, "steps between validations; 0: never")
     device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda"))
     compile: bool = flag(False, "torch.compile each layer")
-    collectives: str = flag("auto", "ring: ours; native: torch's; auto: native on GPUs, else ring",
+    collectives: str = flag("auto", "ours, torch's, or auto: native on GPUs, else ring",
                             ("auto", "ring", "native"))
     timeout: float = flag(600.0, "seconds to wait for another rank before giving up")
     watch: str = flag("", "print every message of the first step; --watch 3: those of rank 3; "
@@ -119,8 +119,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description):
         super().__init__(prog=program(), description=description, allow_abbrev=False,
-                         usage="%(prog)s [flags]",
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+                         usage="%(prog)s [flags]", formatter_class=lambda prog: (
+                             argparse.RawDescriptionHelpFormatter(prog, 2, 20, 110)))
 
     def error(self, message):
         if "--local" in message:  # torch.distributed.launch passes --local-rank
@@ -140,11 +140,14 @@ def parse(args=None, description=None):
         if f.type is bool:
             options = {"action": "store_true"}
         else:
-            options = {"type": f.type, "choices": f.metadata["choices"]}
+            # metavar: the choices stand in the help
+            options = {"type": f.type, "choices": f.metadata["choices"], "metavar": ""}
+            if f.metadata["choices"] and f.type is str:
+                text += ": " + ", ".join(f.metadata["choices"])
             if f.default != "":
                 text += f" ({f.default})"
         if f.metadata["alone"]:
-            options.update(nargs="?", const=f.metadata["alone"], metavar="WHAT")
+            options.update(nargs="?", const=f.metadata["alone"])
         group.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text,
                            **options)
     given = vars(parser.parse_args(args))

@@ -76,6 +76,7 @@ def start(description):
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     die_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launch() blocks them while it starts ranks
     rank, world, *_ = place()
     cfg, ranks = read_flags(description, world)
     if rank == 0 and LAUNCHER not in os.environ:
@@ -243,7 +244,12 @@ def meet(rank, size, timeout):
         if MEETING in os.environ:
             store = dist.FileStore(os.environ[MEETING], size)
         else:
-            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            # torchrun's agent has a store of its own, which lives on when the ranks restart
+            has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            server = dist.TCPStore(os.environ.get("MASTER_ADDR", ""), number("MASTER_PORT", ""),
+                                   is_master=rank == 0 and not has_agent, wait_for_workers=False,
+                                   timeout=timedelta(seconds=timeout))
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), server)
     timer.cancel()
     store.set(f"rank {rank} is here", "")
     keys = [f"rank {other} is here" for other in range(size)]
