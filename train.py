@@ -44,7 +44,8 @@ from run.copies import replicas_agree
 from run.log import Log
 from run.processes import joined
 from run.routing import Routing
-from run.weights import initial_slices, kept_of
+from run.tensorfile import about
+from run.weights import values
 from sample import sample_text
 from schedules import cut, placement, splits_backward
 from shard import tag_whole
@@ -77,6 +78,27 @@ def compile_layers(layers):
             layer.compute = torch.compile(layer.compute)
         elif not isinstance(layer, VocabularyHead):
             layer.forward = torch.compile(layer.forward)
+
+
+def initial_slices(cfg, shapes, config, draw):
+    """A function value(tag): the slice with which this rank begins, of the run's dtype, on the CPU.
+    The values are those of --init-from, or draw(name, shape, config, seed); zeros if a checkpoint
+    is going to replace them."""
+    if cfg.resume == "no" and cfg.init_from:
+        full = values(cfg.init_from, shapes, config)
+    elif cfg.resume == "no":
+        def full(name):
+            return draw(name, shapes[name], config, cfg.seed)
+    else:
+        def full(name):
+            return torch.zeros(()).expand(shapes[name])
+
+    def value(tag):
+        # a copy: a view of the slice would keep the full tensor in memory
+        return tag.slice(full(tag.name)).to(getattr(torch, cfg.dtype), copy=True,
+                                            memory_format=torch.contiguous_format)
+
+    return value
 
 
 class Trainer:
@@ -139,10 +161,11 @@ class Trainer:
                 compile_layers(layers)
 
         # The reducer, DDP or ZeRO, gets each parameter's initial value from value(tag), which makes
-        # this rank's slice
-        value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
-        self.kept = kept_of(cfg)  # of the folder of --init-from, for checkpoints and run.export
-        self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device, mesh.background)
+        # this rank's slice. What is wrong with --init-from ends all ranks with one line
+        with checkpoint.together(mesh.world), about(cfg.init_from):
+            value = initial_slices(cfg, self.shapes, self.model_config, draw)
+            self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device,
+                                              mesh.background)
         scale = LossScale(self.dtype, mesh.device)
         self.optimizer = AdamW(cfg, self.reducer, scale)
         # Shape of an activation between two stages, (B, S, C): sequences of a microbatch, tokens of

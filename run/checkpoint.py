@@ -35,7 +35,6 @@ from data.foreign import (
     TEXT,
     YES_NO,
     Kind,
-    or_null,
     read_json,
     require_fields,
     whole,
@@ -43,7 +42,6 @@ from data.foreign import (
 from model import UNTIED
 from run import tensorfile
 from run.config import LOCK, MANIFEST, is_scaling, require
-from run.hugging_face import FIELDS
 from run.processes import all_gather_text
 from run.signals import local_rank, note
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
@@ -128,8 +126,7 @@ def sound_config(values):
 def refuse_unsound(manifest):
     """Raise one of DAMAGED unless every value that is read is of its type and range, and the seal
     is right."""
-    require_fields(manifest, NEEDED, {"kept": or_null(OBJECT)})
-    require_fields(manifest["kept"] if manifest.get("kept") else {}, known=FIELDS)
+    require_fields(manifest, NEEDED)
     require_fields(manifest["checksums"], {MODEL: OBJECT, OPTIMIZER: OBJECT})
     for sums in manifest["checksums"].values():
         require_fields(sums, dict.fromkeys(sums, CRC))
@@ -396,7 +393,6 @@ def save(trainer, step, data_folder=""):
                 **{"scale": 1.0, "good_steps": 0, **numbers_of(trainer)},
                 "model": asdict(trainer.model_config),
                 "config": asdict(cfg),
-                "kept": trainer.kept,
                 "data": str(Path(data_folder).resolve()),
                 "checksums": {path.name: {name: sums[name] for name in shapes}
                               for path, _, shapes in files}})
@@ -441,7 +437,6 @@ def load(trainer, folder):
         transfer(trainer, entries, saving=False)
     for name, value in trainer.optimizer.numbers().items():
         value.fill_(manifest[name])
-    trainer.kept = manifest.get("kept")
     trainer.reducer.publish()  # ZeRO-1 and 2: each rank has read its shard of the weights
     return manifest["step"]
 

@@ -1,285 +1,376 @@
-"""Reads the weights of any program that has these models: this one, nanoGPT, Hugging Face.
+"""Weights of other programs, both ways: nanoGPT's files, and Hugging Face's folders of a GPT-2,
+Llama, Mistral, Qwen2 or Qwen3. Tables translate names and settings; what they do not know is
+refused in one line. Files are data: no pickle is loaded.
 
-    written by              names
-    this one, nanoGPT       transformer.h.0.attn.c_attn.weight, ...; run/checkpoint.py
-    in a wrapper            _orig_mod.transformer. ..., module.transformer. ...: see WRAPPERS
-    Hugging Face's GPT-2    h.0.attn.c_attn.weight, ..., four of a block transposed
-    Hugging Face's Llama    model.layers.0.self_attn.q_proj.weight, ...; run/hugging_face.py
-
-If head and embedding are tied, they are one matrix. A file may have it under the embedding's name,
-under the head's (lm_head.weight; in the code UNTIED) or under both.
+    python train.py --init-from FOLDER --data data/mine
+    python -m run.weights --out out --to NEW_FOLDER
 """
 
-import os
+import json
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
+from data.foreign import read_json
+from run.signals import end_quietly
+from sizes import LlamaConfig, config_from, config_of
 
-from data.foreign import FILE_NAME, OBJECT, read_json
-from experts import kind_of
-from model import UNTIED
-from run import tensorfile
-from run.checkpoint import EMBEDDING, MODEL, read_manifest, refuse_other, together
-from run.config import MANIFEST
-from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_settings, llama_names
-from run.tensorfile import DTYPES, FLOATS, CheckpointError, about, checksum, open_tensors
-from sizes import LlamaConfig, config_from
+# run/config.py reads config.json with this file before torch is imported. So each function that
+# needs torch imports torch, or a file of ours that does, by itself
 
-INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
-# Parts of a name that torch.compile, DDP, FSDP and checkpointing put in where they wrap a module
-WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-POSITIONS = "transformer.wpe.weight"
-MASKS = (".attn.bias", ".attn.masked_bias")  # old files have them; no parameters
+CONFIG, MODEL = "config.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"  # of a large model: which file has which tensor
+
+# ---- config.json ----
+
+LLAMA = {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,),
+         "tie_word_embeddings": (False, True), "use_sliding_window": (False,)}
+# model_type: {setting: the values that our models compute; the first, if it is left out}
+COMPUTED = {"gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+                     "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,),
+                     "scale_attn_by_inverse_layer_idx": (False,), "tie_word_embeddings": (True,)},
+            "llama": LLAMA, "mistral": {**LLAMA, "sliding_window": (None,)},
+            "qwen2": LLAMA, "qwen3": LLAMA}
+# What transformers takes for a setting that is left out, where that differs from a Llama's
+DEFAULTS = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+            "qwen2": {"num_key_value_heads": 32},
+            "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
+GPT2_SIZES = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd",
+              "block_size": "n_positions"}
+LLAMA_SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+               "n_embd": "hidden_size", "n_hidden": "intermediate_size"}
+# rope_type: its numbers, in the order of LlamaConfig.rope_scaling
+SCALINGS = {"default": (), "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                       "original_max_position_embeddings")}
 
 
-def read_headers(path):
-    """{name: Entry} of a safetensors file or, for a folder, of all files that its index names. (A
-    folder without an index: of its model.safetensors.)"""
+def number(given, name, kinds=(int, float)):
+    """A number above 0; kinds=(int,): a size."""
+    value = given.get(name)
+    if type(value) not in kinds or not 0 < value <= 1e300:
+        what = "number" if float in kinds else "whole number"
+        raise ValueError(f"its {name} is {value!r:.40}, not a {what} above 0")
+    return value
+
+
+def rope_of(given):
+    """rope_theta and rope_scaling of LlamaConfig."""
+    rope = {"rope_theta": given.get("rope_theta", 10000.0)}
+    for name in ("rope_scaling", "rope_parameters"):  # of transformers 4; of 5, with rope_theta
+        value = given.get(name) or {}
+        if type(value) is not dict:
+            raise ValueError(f"its {name} is {value!r:.40}, not an object")
+        rope.update(value)
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in SCALINGS:
+        raise ValueError(f"its rope_type is {kind:.40}; {', '.join(SCALINGS)} can be read")
+    scaling = ",".join(f"{number(rope, name):.15g}" for name in SCALINGS[kind])
+    return {"rope_theta": float(number(rope, "rope_theta")), "rope_scaling": scaling}
+
+
+def sizes_in(given):
+    """The sizes in the values of a config.json."""
+    kind = str(given.get("model_type"))
+    if kind not in COMPUTED:
+        raise ValueError(f"its model_type is {kind:.40}; {', '.join(COMPUTED)} can be read")
+    given = {**DEFAULTS.get(kind, {}), **given}
+    names = GPT2_SIZES if kind == "gpt2" else LLAMA_SIZES
+    sizes = {ours: number(given, theirs, (int,)) for ours, theirs in names.items()}
+    computed = {**COMPUTED[kind], "n_inner": (None, 4 * sizes["n_embd"]),
+                "layer_types": (None, ["full_attention"] * sizes["n_layer"]),
+                "quantization_config": (None,)}
+    for name, allowed in computed.items():
+        if given.get(name, allowed[0]) not in allowed:
+            raise ValueError(f"its {name} is {given[name]!r:.60}, here it is {allowed[-1]!r:.40}")
+    if kind == "gpt2":
+        return {"arch": kind, **sizes}
+    width = sizes["n_embd"] // sizes["n_head"]
+    for name, usual in (("num_key_value_heads", sizes["n_head"]), ("head_dim", width)):
+        if given.get(name) is None:
+            given[name] = usual
+    head_dim = number(given, "head_dim", (int,))
+    return {**sizes, "arch": "llama" if kind == "mistral" else kind,
+            "n_kv_head": number(given, "num_key_value_heads", (int,)),
+            "head_dim": 0 if head_dim * sizes["n_head"] == sizes["n_embd"] else head_dim,
+            "norm_eps": float(number({"rms_norm_eps": 1e-6, **given}, "rms_norm_eps")),
+            "untied": not given.get("tie_word_embeddings", False), **rope_of(given)}
+
+
+def sizes_of(folder):
+    """{field of run.config.Config: value} of the model in a folder's config.json. ValueError, which
+    names file, field and value, if it computes something else than our models. No block_size of a
+    Llama: rotary positions have no table."""
+    path = Path(folder, CONFIG)
+    given = read_json(path)
+    try:
+        return sizes_in(given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def config_json(config):
+    """The content of config.json. (A checkpoint knows no token that begins or ends a text.)"""
+    given = {"vocab_size": config.vocab_size, "bos_token_id": None, "eos_token_id": None}
+    if not isinstance(config, LlamaConfig):
+        return {**given, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+                "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd,
+                "n_positions": config.block_size, "activation_function": "gelu_new",
+                "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # dropout
+    numbers = [float(number) for number in config.rope_scaling.split(",") if number]
+    kind = {0: "default", 1: "linear", 4: "llama3"}[len(numbers)]
+    rope = {"rope_type": kind, **dict(zip(SCALINGS[kind], numbers, strict=True))}
+    if kind == "llama3":
+        rope["original_max_position_embeddings"] = int(numbers[-1])
+    return {**given, "architectures": [f"{config.arch.capitalize()}ForCausalLM"],
+            "model_type": config.arch, "hidden_act": "silu", "tie_word_embeddings": config.tied,
+            **{theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()},
+            "num_key_value_heads": config.n_kv_head, "head_dim": config.hs,
+            "max_position_embeddings": config.block_size, "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta, "rope_scaling": rope if numbers else None}
+
+
+# ---- names of tensors ----
+
+EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
+HEAD = "lm_head.weight"  # if tied, a file has the matrix under this name, the embedding's, or both
+# What torch.compile, DDP, FSDP and activation checkpointing put into a name
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Masks of attention and rotary frequencies, which old files have, too: no parameters
+UNUSED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# Hugging Face's GPT-2 has our names, but stores these matrices as (in, out), we as (out, in)
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# A Llama's names. Where there are several, our matrix is these, one below the other
+LLAMA_ENDS = {EMBEDDING: "model.embed_tokens.weight",
+              "transformer.ln_f.weight": "model.norm.weight",
+              HEAD: HEAD}
+LLAMA_BLOCK = {"ln_1": ["input_layernorm"],
+               "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+               "attn.ln_q": ["self_attn.q_norm"],
+               "attn.ln_k": ["self_attn.k_norm"],
+               "attn.c_proj": ["self_attn.o_proj"],
+               "ln_2": ["post_attention_layernorm"],
+               "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+               "mlp.c_proj": ["mlp.down_proj"]}
+
+
+def plain(name):
+    """The name without wrappers, and with the first word that files of an inner model lack."""
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
+        return f"transformer.{name}"
+    if name.startswith(("embed_tokens.", "layers.", "norm.")):
+        return f"model.{name}"
+    return name
+
+
+def parts_of(name, shape, config, form):
+    """{name in the file: shape there} of the tensors that are our tensor of this canonical name.
+    form: whose file it is: "ours" (also nanoGPT's), or Hugging Face's "gpt2" or "llama"."""
+    if form == "gpt2" and name.endswith(CONV1D):
+        return {name: shape[::-1]}
+    if form != "llama":
+        return {name: shape}
+    if name in LLAMA_ENDS:
+        return {LLAMA_ENDS[name]: shape}
+    *_, i, local = name.split(".", 3)  # transformer.h.0.attn.c_attn.weight
+    module, _, kind = local.rpartition(".")
+    if module not in LLAMA_BLOCK:
+        raise ValueError(f"Hugging Face's Llama has no tensor for {name}")
+    rows = {"attn.c_attn": [config.query_width, config.kv_width, config.kv_width],
+            "mlp.c_fc": [config.n_hidden] * 2}.get(module, [shape[0]])
+    return {f"model.layers.{i}.{part}.{kind}": (n, *shape[1:])
+            for part, n in zip(LLAMA_BLOCK[module], rows, strict=True)}
+
+
+# ---- from a file ----
+
+
+def read_entries(path):
+    """{name: Entry} of a safetensors file, or of a folder."""
+    from run.tensorfile import read_header
+
+    if path.suffix in (".pt", ".pth", ".bin"):
+        raise ValueError(f"{path}: a pickle, which may run code, is never loaded; convert it with "
+                         "safetensors.torch.save_file, as in docs/test-your-own.md")
     if not path.is_dir():
-        return tensorfile.read_header(path)
-    index = path / INDEX
-    if not os.path.lexists(index):
-        return tensorfile.read_header(path / MODEL)
-    with about(index):
-        file_of = read_json(index, {"weight_map": OBJECT})["weight_map"]
-    entries = {}
-    for tensor, file in file_of.items():
-        if not FILE_NAME.fits(file):
-            raise CheckpointError(f"{index}: its {tensor} is {file!r:.40}, not {FILE_NAME.words}")
-    for file in sorted(set(file_of.values())):
-        entries |= tensorfile.read_header(path / file)
-    for name, file in file_of.items():
-        if name not in entries or entries[name].path != path / file:
-            raise CheckpointError(f"{index}: names {file} for {name}, which is not there")
+        return read_header(path)
+    if not (path / INDEX).exists():
+        pickles = [] if (path / MODEL).exists() else sorted(path.glob("pytorch_model*.bin"))
+        return read_entries(pickles[0] if pickles else path / MODEL)
+    files = read_json(path / INDEX).get("weight_map")
+    if type(files) is not dict:
+        raise ValueError(f"{path / INDEX}: its weight_map is {files!r:.40}, not an object")
+    headers, entries = {}, {}
+    for name, file in files.items():
+        # "/" could lead out of the folder; "\0" is not printable
+        if type(file) is not str or "/" in file or not file.isprintable():
+            raise ValueError(f"{path / INDEX}: its {name} is {file!r:.40}, not a file's name")
+        if file not in headers:
+            headers[file] = read_header(path / file)
+        if name not in headers[file]:
+            raise ValueError(f"{path / file}, tensor {name}: missing, but in {INDEX}")
+        entries[name] = headers[file][name]
     return entries
 
 
-def refuse_config(folder, config):
-    """CheckpointError if Hugging Face's config.json describes another model. (Some differences,
-    such as n_head or rope_theta, do not show in the tensors' shapes.)"""
-    with about(folder / CONFIG):
-        flags = flags_of_folder(folder)
-    theirs = {"arch": "gpt2", **flags}
-    theirs.pop("block_size", None)  # GPT-2: find_tensors compares wpe's shape; a Llama takes any
-    ours = {**asdict(config), "arch": "gpt2"}
-    if isinstance(config, LlamaConfig):
-        ours.update(arch=config.arch, untied=not config.tied)
-    for name, value in theirs.items():
-        if value != ours[name]:
-            raise CheckpointError(f"{folder / CONFIG}: its {name} is {value}, here it is "
-                                  f"{ours[name]}")
+def read_tensor(entry, crc=None):
+    """The tensor of an Entry, on the CPU. crc: the checksum of its bytes, if it has one."""
+    import torch
 
+    from run.tensorfile import DTYPES, open_tensors
 
-def unwrapped(name):
-    """The name without its wrappers: module.h.0._orig_mod.ln_1.weight -> h.0.ln_1.weight."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def canonical(name):
-    """Our name for a tensor of nanoGPT or of Hugging Face's GPT-2."""
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-
-
-def find_tensors(path, shapes, config):
-    """Find the tensors of these {canonical name: shape} in a file or a folder. Returns {canonical
-    name: [(Entry, is it stored as (in, out)?)]}. If there are several entries (a Llama's q, k and
-    v), our tensor is their rows, one below the other; if there is none, zeros. CheckpointError
-    unless the file has these tensors and no others. (refuse_more lets the head's matrix and old
-    masks pass.)"""
-    entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
-    if "embed_tokens.weight" in entries:  # LlamaModel alone, as in Qwen3-Embedding: no "model."
-        entries = {name if name == UNTIED else f"model.{name}": entry
-                   for name, entry in entries.items()}
-    if any(name.startswith("model.layers.") for name in entries):
-        return find_llama(path, entries, shapes, config)
-    entries = {canonical(name): entry for name, entry in entries.items()}
-    require_one_tied(path, entries, shapes, EMBEDDING)
-    # nanoGPT's default has no biases: zeros compute the same
-    has_biases = any(name.endswith(".bias") and not name.endswith(MASKS) for name in entries)
-    zeros = [name for name in shapes if name.endswith(".bias") and not has_biases]
-    # Hugging Face's GPT-2 stores four matrices of a block as (in, out): those named in CONV1D
-    probe = entries.get("transformer.h.0.attn.c_attn.weight")
-    is_conv1d = probe and probe.shape == (config.n_embd, 3 * config.n_embd)
-    transposed = CONV1D if is_conv1d else ()
-    wanted = {}  # {name: shape in this file}
-    for name, shape in shapes.items():
-        if name in zeros:
-            continue
-        wanted[name] = shape
-        if name == POSITIONS and name in entries:
-            rows = max(entries[name].shape[:1], default=0)
-            if rows < shape[0]:
-                raise CheckpointError(f"{path}, tensor {name}: {rows} positions; take "
-                                      f"--block-size {rows}")
-            wanted[name] = torch.Size((rows, *shape[1:]))  # of a longer table the first rows
-        if name.endswith(transposed):  # False for all names if transposed is ()
-            wanted[name] = torch.Size(reversed(shape))
-    tensorfile.expect(path, entries, wanted, FLOATS)
-    # UNTIED: a file may have the head's matrix next to the embedding's. Old files also have masks
-    refuse_more(path, entries, {*wanted, UNTIED}, MASKS)
-    return {name: [(entries[name], name.endswith(transposed))] for name in wanted} | {
-        name: [] for name in zeros}
-
-
-def find_llama(path, entries, shapes, config):
-    """find_tensors() under LlamaForCausalLM's names."""
-    if not isinstance(config, LlamaConfig):
-        raise CheckpointError(f"{path}: has the tensors of a Llama; add --arch llama, or "
-                              f'"model_type": "llama" to its {CONFIG}')
-    if config.n_experts:
-        raise CheckpointError(f"{path}: a LlamaForCausalLM has no experts; leave out --experts")
-    require_one_tied(path, entries, shapes, LLAMA_ENDS[EMBEDDING])
-    found = {}
-    wanted = {}  # {name in the file: shape}
-    for name, shape in shapes.items():
-        with about(path):
-            parts = llama_names(name, config)  # [(name in the file, number of rows; None: all)]
-        for theirs, rows in parts:
-            wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
-        found[name] = [theirs for theirs, _ in parts]
-    tensorfile.expect(path, entries, wanted, FLOATS)
-    # old files also have the rotary frequencies
-    refuse_more(path, entries, {*wanted, UNTIED}, (".rotary_emb.inv_freq",))
-    return {name: [(entries[part], False) for part in parts] for name, parts in found.items()}
-
-
-def require_one_tied(path, entries, shapes, embedding):
-    """If the model ties head and embedding: where the file has the head alone, add its Entry to
-    `entries` as the embedding's, too; CheckpointError if the file has both, and they differ.
-    embedding: the name of the embedding in this file."""
-    if UNTIED in entries and UNTIED not in shapes:
-        entries.setdefault(embedding, entries[UNTIED])
-        if checksum(entries[embedding]) != checksum(entries[UNTIED]):
-            raise CheckpointError(f"{path}: {UNTIED} is not {embedding}; this model ties them")
-    rows = max(entries[embedding].shape[:1], default=0) if embedding in entries else 0
-    if rows not in (0, shapes[EMBEDDING][0]):
-        raise CheckpointError(f"{path}: a vocabulary of {rows}, that of --data has "
-                              f"{shapes[EMBEDDING][0]}; prepare it with this model's tokenizer")
-
-
-def refuse_more(path, entries, wanted, harmless):
-    """CheckpointError if the file has a tensor that is not in `wanted`, unless its name has one of
-    the endings `harmless`."""
-    for name in entries.keys() - wanted:
-        if not name.endswith(harmless):
-            raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
-
-
-def read_tensor(entry):
-    """The tensor of an Entry, on CPU."""
+    where = f"{entry.path}, tensor {entry.name}"
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    data = tensor.view(-1).view(torch.uint8).numpy()
     with open_tensors(entry.path, entry.name) as file:
         file.seek(entry.begin)
-        had = file.readinto(tensor.flatten().view(torch.uint8).numpy())
-    if had < entry.end - entry.begin:  # the file has shrunk since its header was read
-        raise CheckpointError(f"{entry.path}, tensor {entry.name}: cut off at the end of the file")
+        if file.readinto(data) < len(data):  # the file has shrunk since its header was read
+            raise ValueError(f"{where}: cut off at the end of the file")
+    if crc is not None and zlib.crc32(data) != crc:
+        raise ValueError(f"{where}: damaged, the checksum differs")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{where}: not finite")
     return tensor
 
 
-def load_parts(places, shape):
-    """A tensor of this shape, on CPU, from the places that find_tensors found for it."""
-    if not places:
-        return torch.zeros(shape)
-    parts = []
-    for entry, is_conv1d in places:
-        tensor = read_tensor(entry)
-        parts.append(tensor.t() if is_conv1d else tensor)
-    return torch.cat(parts) if len(parts) > 1 else parts[0][: shape[0]]
+def values(path, shapes, config):
+    """A function from a canonical name to the full tensor, on the CPU, of a safetensors file or a
+    folder. ValueError, which names file and tensor: at once, if the file has not the tensors of
+    these {canonical name: shape} or has others; when a tensor is read, if it is damaged or not
+    finite."""
+    import torch
 
+    from run.checkpoint import read_manifest, refuse_other
+    from run.config import MANIFEST, Config
+    from run.tensorfile import DTYPES, expect
 
-def read_weights(path, shapes, config):
-    """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
-    shape} and no others (see find_tensors), and return a function from a name to the full tensor,
-    on CPU. CheckpointError, also if a manifest or a config.json next to the file describes another
-    model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    file = path / MODEL if path.is_dir() else path
-    if os.path.lexists(folder / CONFIG):
-        refuse_config(folder, config)
-    found = find_tensors(path, shapes, config)
-    if file.name == MODEL and (folder / MANIFEST).exists():  # a checkpoint of ours
+    sums = {}  # {name: checksum}
+    if (folder / MANIFEST).exists():  # a checkpoint of ours
         manifest = read_manifest(folder)
-        refuse_other(path, manifest, config)
-        for name, places in found.items():
-            (entry, _), = places  # under our own names a tensor is in one place
-            # -1 equals no CRC-32: a checksum that is missing is an error
-            checksum(entry, manifest["checksums"][MODEL].get(name, -1))
+        refuse_other(folder, manifest, config)
+        sums = manifest["checksums"][MODEL]
+    if (folder / CONFIG).exists():
+        # shapes do not show n_head, rope_theta. (A shorter block_size takes a part of the table)
+        theirs = Config(**{**sizes_of(folder), "block_size": config.block_size})
+        theirs = config_of(theirs, config.vocab_size)
+        refuse_other(folder / CONFIG, {"model": asdict(theirs)}, config)
 
-    return lambda name: load_parts(found[name], shapes[name])
+    entries = {plain(name): entry for name, entry in read_entries(path).items()}
+    c_attn = "transformer.h.0.attn.c_attn.weight"
+    form = "ours"
+    if any(name.startswith("model.layers.") for name in entries):
+        form = "llama"
+    elif c_attn in entries and entries[c_attn].shape == shapes[c_attn][::-1]:
+        form = "gpt2"
+    parts = {name: parts_of(name, shape, config, form) for name, shape in shapes.items()}
+    if not any(name.endswith(".bias") and not name.endswith(UNUSED) for name in entries):
+        # nanoGPT's default: no biases. Zeros compute the same
+        parts.update({name: {} for name in shapes if name.endswith(".bias") and form != "llama"})
+    if POSITIONS in parts and POSITIONS in entries:  # of a longer table the first rows
+        longest = max(shapes[POSITIONS], entries[POSITIONS].shape)
+        parts[POSITIONS] = {POSITIONS: (longest[0], *shapes[POSITIONS][1:])}
+    wanted = {part: shape for found in parts.values() for part, shape in found.items()}
+    tied = HEAD in entries and HEAD not in shapes
+    if tied:
+        embedding, = parts[EMBEDDING]
+        entries.setdefault(embedding, entries[HEAD])
+        wanted[HEAD] = shapes[EMBEDDING]
+    expect(path, entries, wanted, DTYPES)
+    for name in sorted(entries.keys() - wanted):
+        if not name.endswith(UNUSED):
+            raise ValueError(f"{path}, tensor {name}: a model of these flags has none")
 
+    def read(name):
+        return read_tensor(entries[name], sums.get(name))
 
-def kept_of(cfg):
-    """What checkpoints of this run keep of the folder of --init-from, for run.export; None: there
-    is no such folder. (load() in checkpoint.py replaces it by what the checkpoint has kept.)"""
-    path = Path(cfg.init_from)
-    folder = path if path.is_dir() else path.parent
-    if cfg.init_from and (folder / MANIFEST).exists():  # a checkpoint of ours
-        return read_manifest(folder).get("kept")
-    if cfg.init_from and os.path.lexists(folder / CONFIG):
-        with about(folder / CONFIG):
-            return kept_settings(folder)
-    return None
-
-
-def initial_slices(cfg, shapes, config, mesh, draw):
-    """A function value(tag): the slice with which this rank begins, of the run's dtype, on the
-    CPU. The values are those of --init-from, or draw(name, shape, config, seed); zeros if a
-    checkpoint is going to replace them. Collective: CheckpointError on all ranks if --init-from
-    cannot be read on one, or is not finite."""
-    given = None  # a function from a name to the full tensor
-    if cfg.init_from and cfg.resume == "no":
-        with together(mesh.world):
-            given = read_weights(cfg.init_from, shapes, config)
-            for name in [*shapes][mesh.world.rank :: mesh.world.size]:  # each rank reads its share
-                if not given(name).isfinite().all():
-                    raise CheckpointError(f"{cfg.init_from}, tensor {name}: not finite")
-
-    def value(tag):
-        if cfg.resume != "no":
-            full = torch.zeros(()).expand(tag.shape)
-        elif given:
-            full = given(tag.name)
-        else:
-            full = draw(tag.name, tag.shape, config, cfg.seed)
-        # a copy: a view of the slice would keep the full tensor in memory
-        return tag.slice(full).to(getattr(torch, cfg.dtype), copy=True,
-                                  memory_format=torch.contiguous_format)
+    def value(name):
+        if not parts[name]:
+            return torch.zeros(shapes[name])
+        tensors = [read(part) for part in parts[name]]
+        full = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if name == EMBEDDING and tied and not torch.equal(full, read(HEAD)):
+            raise ValueError(f"{path}, tensor {HEAD}: not the embedding, but this model ties them")
+        if form == "gpt2" and name.endswith(CONV1D):
+            full = full.t()
+        return full[: shapes[name][0]]
 
     return value
 
 
-def refuse_sizes(path, config):
-    """CheckpointError if the file has not the sizes of this configuration, which comes from a
-    manifest: to build a model of forged sizes could take hours, or all memory."""
-    C = config.n_embd
-    wanted = {EMBEDDING: (config.vocab_size, C),
-              f"transformer.h.{config.n_layer - 1}.ln_1.weight": (C,)}
-    if isinstance(config, LlamaConfig):
-        wanted["transformer.h.0.attn.c_attn.weight"] = (
-            config.query_width + 2 * config.kv_width, C)
-    else:
-        wanted["transformer.wpe.weight"] = (config.block_size, C)
-    if config.n_experts:
-        wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, C)
-        if isinstance(config, LlamaConfig):  # (a GPT-2's are at most 4 C wide)
-            expert = (2 * (config.n_hidden // config.top_k), C)
-            wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)
-    elif isinstance(config, LlamaConfig):
-        wanted["transformer.h.0.mlp.c_fc.weight"] = (2 * config.n_hidden, C)
-    tensorfile.expect(path, tensorfile.read_header(path), wanted, FLOATS)
-
-
 def load_model(folder, device="cpu"):
-    """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
+    """The whole model of one of our checkpoints, in float32. ValueError if it is damaged."""
+    import torch
+
+    from experts import kind_of
+    from run.checkpoint import read_manifest
+    from run.tensorfile import DTYPES, expect, read_header
+
+    path = Path(folder, MODEL)
     config = config_from(read_manifest(folder)["model"])
-    refuse_sizes(Path(folder, MODEL), config)
-    model = kind_of(config)(config)
+    # A forged manifest may name a model that takes hours to build, or all memory. So compare first
+    # the number of layers with the file's, then, on the meta device, all shapes
+    last = f"transformer.h.{config.n_layer - 1}.ln_1.weight"
+    expect(path, read_header(path), {last: torch.Size([config.n_embd])}, DTYPES)
+    with torch.device("meta"):
+        model = kind_of(config)(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
-    get = read_weights(Path(folder, MODEL), shapes, config)
+    value = values(path, shapes, config)
+    model = kind_of(config)(config)
     for name, param in model.canonical_parameters():
-        param.data.copy_(get(name))
-        if not param.isfinite().all():
-            raise CheckpointError(f"{folder}: {name} is not finite; take an earlier checkpoint")
+        param.data.copy_(value(name))
     return model.to(device)
+
+
+# ---- to a folder ----
+
+
+def export(folder, to):
+    """Write a checkpoint's weights in float32, and config.json, into the new folder `to`.
+    ValueError or OSError if that cannot be."""
+    from run.config import MANIFEST
+    from run.tensorfile import about, make_header
+
+    # (a run deletes what is unfinished in a folder step-...)
+    if to.name.startswith("step-") or any((up / MANIFEST).exists() for up in to.resolve().parents):
+        raise ValueError(f"--to {to} is the place of a checkpoint; name another folder")
+    model = load_model(folder)
+    config = model.config
+    if config.n_experts:
+        raise ValueError(f"{folder}: has experts, which neither GPT-2 nor Llama has")
+    form = "llama" if isinstance(config, LlamaConfig) else "gpt2"
+    tensors = {}
+    for name, param in model.canonical_parameters():
+        parts = parts_of(name, param.shape, config, form)
+        full = param.data.t() if form == "gpt2" and name.endswith(CONV1D) else param.data
+        tensors.update(zip(parts, full.split([n for n, *_ in parts.values()]), strict=True))
+    to.mkdir(parents=True)
+    with about(to / MODEL), open(to / MODEL, "wb") as file:
+        file.write(make_header({name: part.shape for name, part in tensors.items()}, "F32")[0])
+        for part in tensors.values():
+            file.write(part.contiguous().numpy().data)
+    (to / CONFIG).write_text(json.dumps(config_json(config), indent=1))
+
+
+def main():
+    from run.config import Parser
+
+    parser = Parser(__doc__)
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--to", required=True, help="the folder to write")
+    args = parser.parse_args()  # a wrong flag ends the process here, without torch
+
+    from run.checkpoint import find
+    try:
+        folder = find(args.out)
+        export(folder, Path(args.to))
+    except (ValueError, OSError) as error:
+        parser.error(error)
+    print(f"{args.to}: {MODEL} and {CONFIG}, of {folder}")
+
+
+if __name__ == "__main__":
+    end_quietly()
+    main()
