@@ -186,32 +186,39 @@ def parts_of(name, shape, config, form):
 # ---- from a file ----
 
 
-def read_entries(path):
-    """{name: Entry} of a safetensors file, or of a folder."""
+def read_index(path):
+    """{name: Entry} of the files that this index names."""
     from run.tensorfile import read_header
 
-    if path.suffix in (".pt", ".pth", ".bin"):
-        raise ValueError(f"{path}: a pickle, which may run code, is never loaded; convert it with "
-                         "safetensors.torch.save_file, as in docs/test-your-own.md")
-    if not path.is_dir():
-        return read_header(path)
-    if not (path / INDEX).exists():
-        pickles = [] if (path / MODEL).exists() else sorted(path.glob("pytorch_model*.bin"))
-        return read_entries(pickles[0] if pickles else path / MODEL)
-    files = read_json(path / INDEX).get("weight_map")
+    files = read_json(path).get("weight_map")
     if type(files) is not dict:
-        raise ValueError(f"{path / INDEX}: its weight_map is {files!r:.40}, not an object")
+        raise ValueError(f"{path}: its weight_map is {files!r:.40}, not an object")
     headers, entries = {}, {}
     for name, file in files.items():
         # "/" could lead out of the folder; "\0" is not printable
         if type(file) is not str or "/" in file or not file.isprintable():
-            raise ValueError(f"{path / INDEX}: its {name} is {file!r:.40}, not a file's name")
+            raise ValueError(f"{path}: its {name} is {file!r:.40}, not a file's name")
         if file not in headers:
-            headers[file] = read_header(path / file)
+            headers[file] = read_header(path.parent / file)
         if name not in headers[file]:
-            raise ValueError(f"{path / file}, tensor {name}: missing, but in {INDEX}")
+            raise ValueError(f"{path.parent / file}, tensor {name}: missing, but {INDEX} names it")
         entries[name] = headers[file][name]
     return entries
+
+
+def read_entries(path):
+    """{name: Entry} of a safetensors file, or of a folder."""
+    from run.tensorfile import read_header
+
+    if path.is_dir() and (path / INDEX).exists():
+        return read_index(path / INDEX)
+    if path.is_dir():
+        pickles = sorted(path.glob("pytorch_model*.bin"))
+        path = pickles[0] if pickles and not (path / MODEL).exists() else path / MODEL
+    if path.suffix in (".pt", ".pth", ".bin"):
+        raise ValueError(f"{path}: a pickle, which may run code, is never loaded; convert it with "
+                         "safetensors.torch.save_file, as in docs/test-your-own.md")
+    return read_header(path)
 
 
 def read_tensor(entry, crc=None):
@@ -234,31 +241,8 @@ def read_tensor(entry, crc=None):
     return tensor
 
 
-def values(path, shapes, config):
-    """A function from a canonical name to the full tensor, on the CPU, of a safetensors file or a
-    folder. ValueError, which names file and tensor: at once, if the file has not the tensors of
-    these {canonical name: shape} or has others; when a tensor is read, if it is damaged or not
-    finite."""
-    import torch
-
-    from run.checkpoint import read_manifest, refuse_other
-    from run.config import MANIFEST, Config
-    from run.tensorfile import DTYPES, expect
-
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    sums = {}  # {name: checksum}
-    if (folder / MANIFEST).exists():  # a checkpoint of ours
-        manifest = read_manifest(folder)
-        refuse_other(folder, manifest, config)
-        sums = manifest["checksums"][MODEL]
-    if (folder / CONFIG).exists():
-        # shapes do not show n_head, rope_theta. (A shorter block_size takes a part of the table)
-        theirs = Config(**{**sizes_of(folder), "block_size": config.block_size})
-        theirs = config_of(theirs, config.vocab_size)
-        refuse_other(folder / CONFIG, {"model": asdict(theirs)}, config)
-
-    entries = {plain(name): entry for name, entry in read_entries(path).items()}
+def parts_in(entries, shapes, config):
+    """(form, {our name: parts_of it}) of a file with these {name: Entry}."""
     c_attn = "transformer.h.0.attn.c_attn.weight"
     form = "ours"
     if any(name.startswith("model.layers.") for name in entries):
@@ -266,12 +250,46 @@ def values(path, shapes, config):
     elif c_attn in entries and entries[c_attn].shape == shapes[c_attn][::-1]:
         form = "gpt2"
     parts = {name: parts_of(name, shape, config, form) for name, shape in shapes.items()}
-    if not any(name.endswith(".bias") and not name.endswith(UNUSED) for name in entries):
-        # nanoGPT's default: no biases. Zeros compute the same
-        parts.update({name: {} for name in shapes if name.endswith(".bias") and form != "llama"})
-    if POSITIONS in parts and POSITIONS in entries:  # of a longer table the first rows
+    has_biases = any(name.endswith(".bias") and not name.endswith(UNUSED) for name in entries)
+    if form != "llama" and not has_biases:  # nanoGPT's default. Zeros compute the same
+        parts.update({name: {} for name in shapes if name.endswith(".bias")})
+    if POSITIONS in shapes and POSITIONS in entries:  # values() takes the first rows of more
         longest = max(shapes[POSITIONS], entries[POSITIONS].shape)
         parts[POSITIONS] = {POSITIONS: (longest[0], *shapes[POSITIONS][1:])}
+    return form, parts
+
+
+def refuse_other_model(folder, config):
+    """ValueError if config.json or a manifest describes another model than this one: shapes do not
+    show n_head or rope_theta. Returns the manifest's {name: checksum}."""
+    from run.checkpoint import read_manifest, refuse_other
+    from run.config import MANIFEST, Config
+
+    if (folder / CONFIG).exists():
+        # another block_size: parts_in
+        theirs = Config(**{**sizes_of(folder), "block_size": config.block_size})
+        theirs = config_of(theirs, config.vocab_size)
+        refuse_other(folder / CONFIG, {"model": asdict(theirs)}, config)
+    if not (folder / MANIFEST).exists():
+        return {}
+    manifest = read_manifest(folder)
+    refuse_other(folder, manifest, config)
+    return manifest["checksums"][MODEL]
+
+
+def values(path, shapes, config):
+    """A function from a canonical name to the full tensor, on the CPU, of a safetensors file or a
+    folder. ValueError, which names file and tensor: at once, if the file has not the tensors of
+    these {canonical name: shape} or has others; when a tensor is read, if it is damaged or not
+    finite."""
+    import torch
+
+    from run.tensorfile import DTYPES, expect
+
+    path = Path(path)
+    sums = refuse_other_model(path if path.is_dir() else path.parent, config)
+    entries = {plain(name): entry for name, entry in read_entries(path).items()}
+    form, parts = parts_in(entries, shapes, config)
     wanted = {part: shape for found in parts.values() for part, shape in found.items()}
     tied = HEAD in entries and HEAD not in shapes
     if tied:
