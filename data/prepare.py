@@ -41,7 +41,7 @@ import numpy as np
 
 if not __package__:  # python data/prepare.py: the project's folder is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.foreign import open_file
+from data.files import open_file
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
