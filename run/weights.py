@@ -7,16 +7,15 @@ refused in one line. Files are data: no pickle is loaded.
 """
 
 import json
-import zlib
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from data.foreign import read_json
-from run.signals import end_quietly
-from sizes import LlamaConfig, config_from, config_of
+from data.files import read_json
+from sizes import config_from
 
-# run/config.py reads config.json with this file before torch is imported. So each function that
-# needs torch imports torch, or a file of ours that does, by itself
+# run/flags.py reads config.json with this file before torch is imported. So each function that
+# needs torch, or a file of ours that imports torch, imports it by itself
 
 CONFIG, MODEL = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of a large model: which file has which tensor
@@ -82,7 +81,8 @@ def sizes_in(given):
                 "quantization_config": (None,)}
     for name, allowed in computed.items():
         if given.get(name, allowed[0]) not in allowed:
-            raise ValueError(f"its {name} is {given[name]!r:.60}, here it is {allowed[-1]!r:.40}")
+            known = " or ".join(map(repr, allowed))
+            raise ValueError(f"its {name} is {given[name]!r:.60}; {known:.60} can be read")
     if kind == "gpt2":
         return {"arch": kind, **sizes}
     width = sizes["n_embd"] // sizes["n_head"]
@@ -98,7 +98,7 @@ def sizes_in(given):
 
 
 def sizes_of(folder):
-    """{field of run.config.Config: value} of the model in a folder's config.json. ValueError, which
+    """{field of run.flags.Config: value} of the model in a folder's config.json. ValueError, which
     names file, field and value, if it computes something else than our models. No block_size of a
     Llama: rotary positions have no table."""
     path = Path(folder, CONFIG)
@@ -112,7 +112,7 @@ def sizes_of(folder):
 def config_json(config):
     """The content of config.json. (A checkpoint knows no token that begins or ends a text.)"""
     given = {"vocab_size": config.vocab_size, "bos_token_id": None, "eos_token_id": None}
-    if not isinstance(config, LlamaConfig):
+    if config.arch == "gpt2":
         return {**given, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
                 "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd,
                 "n_positions": config.block_size, "activation_function": "gelu_new",
@@ -188,57 +188,39 @@ def parts_of(name, shape, config, form):
 
 def read_index(path):
     """{name: Entry} of the files that this index names."""
-    from run.tensorfile import read_header
+    from run.checkpoint import CheckpointError, read_header
 
     files = read_json(path).get("weight_map")
     if type(files) is not dict:
-        raise ValueError(f"{path}: its weight_map is {files!r:.40}, not an object")
+        raise ValueError(f"its weight_map is {files!r:.40}, not an object")
     headers, entries = {}, {}
     for name, file in files.items():
         # "/" could lead out of the folder; "\0" is not printable
         if type(file) is not str or "/" in file or not file.isprintable():
-            raise ValueError(f"{path}: its {name} is {file!r:.40}, not a file's name")
+            raise ValueError(f"its {name} is {file!r:.40}, not a file's name")
         if file not in headers:
             headers[file] = read_header(path.parent / file)
         if name not in headers[file]:
-            raise ValueError(f"{path.parent / file}, tensor {name}: missing, but {INDEX} names it")
+            raise CheckpointError(f"{path.parent / file}, tensor {name}: missing, but {INDEX} "
+                                  "names it")
         entries[name] = headers[file][name]
     return entries
 
 
 def read_entries(path):
     """{name: Entry} of a safetensors file, or of a folder."""
-    from run.tensorfile import read_header
+    from run.checkpoint import CheckpointError, about, read_header
 
     if path.is_dir() and (path / INDEX).exists():
-        return read_index(path / INDEX)
+        with about(path / INDEX):
+            return read_index(path / INDEX)
     if path.is_dir():
         pickles = sorted(path.glob("pytorch_model*.bin"))
         path = pickles[0] if pickles and not (path / MODEL).exists() else path / MODEL
     if path.suffix in (".pt", ".pth", ".bin"):
-        raise ValueError(f"{path}: a pickle, which may run code, is never loaded; convert it with "
-                         "safetensors.torch.save_file, as in docs/test-your-own.md")
+        raise CheckpointError(f"{path}: a pickle, which may run code, is never loaded; convert it "
+                              "with safetensors.torch.save_file, as in docs/test-your-own.md")
     return read_header(path)
-
-
-def read_tensor(entry, crc=None):
-    """The tensor of an Entry, on the CPU. crc: the checksum of its bytes, if it has one."""
-    import torch
-
-    from run.tensorfile import DTYPES, open_tensors
-
-    where = f"{entry.path}, tensor {entry.name}"
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    data = tensor.view(-1).view(torch.uint8).numpy()
-    with open_tensors(entry.path, entry.name) as file:
-        file.seek(entry.begin)
-        if file.readinto(data) < len(data):  # the file has shrunk since its header was read
-            raise ValueError(f"{where}: cut off at the end of the file")
-    if crc is not None and zlib.crc32(data) != crc:
-        raise ValueError(f"{where}: damaged, the checksum differs")
-    if not tensor.isfinite().all():
-        raise ValueError(f"{where}: not finite")
-    return tensor
 
 
 def parts_in(entries, shapes, config):
@@ -259,58 +241,57 @@ def parts_in(entries, shapes, config):
     return form, parts
 
 
-def refuse_other_model(folder, config):
-    """ValueError if config.json or a manifest describes another model than this one: shapes do not
-    show n_head or rope_theta. Returns the manifest's {name: checksum}."""
-    from run.checkpoint import read_manifest, refuse_other
-    from run.config import MANIFEST, Config
+def refuse_other_sizes(folder, config):
+    """CheckpointError if config.json, or the manifest of a checkpoint of ours, has other sizes: a
+    tensor's shape does not show n_head or rope_theta."""
+    from run.checkpoint import MANIFEST, CheckpointError, about, read_manifest
 
+    theirs = {}
     if (folder / CONFIG).exists():
-        # another block_size: parts_in
-        theirs = Config(**{**sizes_of(folder), "block_size": config.block_size})
-        theirs = config_of(theirs, config.vocab_size)
-        refuse_other(folder / CONFIG, {"model": asdict(theirs)}, config)
-    if not (folder / MANIFEST).exists():
-        return {}
-    manifest = read_manifest(folder)
-    refuse_other(folder, manifest, config)
-    return manifest["checksums"][MODEL]
+        with about(folder / CONFIG):
+            theirs = sizes_of(folder)
+    elif (folder / MANIFEST).exists():
+        theirs = asdict(config_from(read_manifest(folder)["model"]))
+    ours = {"arch": config.arch, **asdict(config), "untied": not getattr(config, "tied", True)}
+    for name, value in theirs.items():
+        if name != "block_size" and value != ours.get(name):  # a longer table: see parts_in
+            raise CheckpointError(f"{folder}: its {name} is {value}, this run's is "
+                                  f"{ours.get(name)}")
 
 
 def values(path, shapes, config):
     """A function from a canonical name to the full tensor, on the CPU, of a safetensors file or a
-    folder. ValueError, which names file and tensor: at once, if the file has not the tensors of
-    these {canonical name: shape} or has others; when a tensor is read, if it is damaged or not
-    finite."""
+    folder. CheckpointError, which names file and tensor: at once, if the file has not the tensors
+    of these {canonical name: shape}, or has others; when a tensor is read, if it is not finite."""
     import torch
 
-    from run.tensorfile import DTYPES, expect
+    from run.checkpoint import CheckpointError, about, expect, read_tensor
 
     path = Path(path)
-    sums = refuse_other_model(path if path.is_dir() else path.parent, config)
     entries = {plain(name): entry for name, entry in read_entries(path).items()}
-    form, parts = parts_in(entries, shapes, config)
+    refuse_other_sizes(path if path.is_dir() else path.parent, config)
+    with about(path):
+        form, parts = parts_in(entries, shapes, config)
     wanted = {part: shape for found in parts.values() for part, shape in found.items()}
     tied = HEAD in entries and HEAD not in shapes
     if tied:
         embedding, = parts[EMBEDDING]
         entries.setdefault(embedding, entries[HEAD])
         wanted[HEAD] = shapes[EMBEDDING]
-    expect(path, entries, wanted, DTYPES)
+    expect(path, entries, wanted)
     for name in sorted(entries.keys() - wanted):
         if not name.endswith(UNUSED):
-            raise ValueError(f"{path}, tensor {name}: a model of these flags has none")
-
-    def read(name):
-        return read_tensor(entries[name], sums.get(name))
+            raise CheckpointError(f"{path}, tensor {name}: a model of these flags has none")
 
     def value(name):
         if not parts[name]:
             return torch.zeros(shapes[name])
-        tensors = [read(part) for part in parts[name]]
-        full = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        if name == EMBEDDING and tied and not torch.equal(full, read(HEAD)):
-            raise ValueError(f"{path}, tensor {HEAD}: not the embedding, but this model ties them")
+        full = torch.cat([read_tensor(entries[part]) for part in parts[name]])
+        if not full.isfinite().all():
+            raise CheckpointError(f"{path}, tensor {name}: not finite")
+        if name == EMBEDDING and tied and not torch.equal(full, read_tensor(entries[HEAD])):
+            raise CheckpointError(f"{path}, tensor {HEAD}: not the embedding, but this model ties "
+                                  "them")
         if form == "gpt2" and name.endswith(CONV1D):
             full = full.t()
         return full[: shapes[name][0]]
@@ -319,23 +300,17 @@ def values(path, shapes, config):
 
 
 def load_model(folder, device="cpu"):
-    """The whole model of one of our checkpoints, in float32. ValueError if it is damaged."""
-    import torch
-
-    from experts import kind_of
-    from run.checkpoint import read_manifest
-    from run.tensorfile import DTYPES, expect, read_header
+    """The whole model of one of our checkpoints, in float32. CheckpointError if it is damaged."""
+    from experts import kind_of, on_meta, shapes_of
+    from run.checkpoint import expect, read_header, read_manifest
 
     path = Path(folder, MODEL)
     config = config_from(read_manifest(folder)["model"])
     # A forged manifest may name a model that takes hours to build, or all memory. So compare first
     # the number of layers with the file's, then, on the meta device, all shapes
-    last = f"transformer.h.{config.n_layer - 1}.ln_1.weight"
-    expect(path, read_header(path), {last: torch.Size([config.n_embd])}, DTYPES)
-    with torch.device("meta"):
-        model = kind_of(config)(config)
-    shapes = {name: param.shape for name, param in model.canonical_parameters()}
-    value = values(path, shapes, config)
+    expect(path, read_header(path), {f"transformer.h.{config.n_layer - 1}.ln_1.weight":
+                                     (config.n_embd,)})
+    value = values(path, shapes_of(on_meta(config)), config)
     model = kind_of(config)(config)
     for name, param in model.canonical_parameters():
         param.data.copy_(value(name))
@@ -347,9 +322,8 @@ def load_model(folder, device="cpu"):
 
 def export(folder, to):
     """Write a checkpoint's weights in float32, and config.json, into the new folder `to`.
-    ValueError or OSError if that cannot be."""
-    from run.config import MANIFEST
-    from run.tensorfile import about, make_header
+    ValueError if that cannot be."""
+    from run.checkpoint import MANIFEST, about, make_header
 
     # (a run deletes what is unfinished in a folder step-...)
     if to.name.startswith("step-") or any((up / MANIFEST).exists() for up in to.resolve().parents):
@@ -358,22 +332,24 @@ def export(folder, to):
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: has experts, which neither GPT-2 nor Llama has")
-    form = "llama" if isinstance(config, LlamaConfig) else "gpt2"
+    form = "gpt2" if config.arch == "gpt2" else "llama"
     tensors = {}
     for name, param in model.canonical_parameters():
         parts = parts_of(name, param.shape, config, form)
         full = param.data.t() if form == "gpt2" and name.endswith(CONV1D) else param.data
         tensors.update(zip(parts, full.split([n for n, *_ in parts.values()]), strict=True))
-    to.mkdir(parents=True)
-    with about(to / MODEL), open(to / MODEL, "wb") as file:
-        file.write(make_header({name: part.shape for name, part in tensors.items()}, "F32")[0])
-        for part in tensors.values():
-            file.write(part.contiguous().numpy().data)
-    (to / CONFIG).write_text(json.dumps(config_json(config), indent=1))
+    head, _ = make_header({name: part.shape for name, part in tensors.items()}, "F32")
+    with about(to):
+        to.mkdir(parents=True)
+        with open(to / MODEL, "wb") as file:
+            file.write(head)
+            for part in tensors.values():
+                file.write(part.contiguous().numpy().data)
+        (to / CONFIG).write_text(json.dumps(config_json(config), indent=1))
 
 
 def main():
-    from run.config import Parser
+    from run.flags import Parser, fail
 
     parser = Parser(__doc__)
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
@@ -381,14 +357,14 @@ def main():
     args = parser.parse_args()  # a wrong flag ends the process here, without torch
 
     from run.checkpoint import find
+    from run.launch import say
     try:
         folder = find(args.out)
         export(folder, Path(args.to))
-    except (ValueError, OSError) as error:
-        parser.error(error)
-    print(f"{args.to}: {MODEL} and {CONFIG}, of {folder}")
+    except ValueError as error:
+        fail(error)
+    say(f"{args.to}: {MODEL} and {CONFIG}, of {folder}", sys.stdout)
 
 
 if __name__ == "__main__":
-    end_quietly()
     main()

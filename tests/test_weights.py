@@ -14,30 +14,35 @@ import torch
 import sample
 import train
 from data.prepare import prepare
-from experts import kind_of
+from experts import kind_of, on_meta, shapes_of
 from mesh import Mesh
 from model import build
-from run import checkpoint, tensorfile, weights
-from run.config import check, parse
-from run.weights import INDEX, MODEL, export, load_model, read_entries, sizes_of, values
-from sizes import GPTConfig, LlamaConfig
-from tests.harness import VOCAB, config
-from tests.isolation import as_it_was
-from tests.runs import flags, one_line, rewrite
+from run import checkpoint, weights
+from run.checkpoint import DTYPES, MANIFEST, MODEL, read_header
+from run.flags import check_layout, parse
+from run.weights import INDEX, export, load_model, read_entries, sizes_of, values
+from sizes import GPTConfig, LlamaConfig, config_of
+from tests.harness import VOCAB, config, flags, refused
 
-LLAMA = {"arch": "llama", "n_kv_head": 2, "n_hidden": 21}
-KINDS = {  # kind of model: its flags
-    "gpt2": {}, "llama": LLAMA, "untied": {**LLAMA, "untied": True},
-    "stretched": {**LLAMA, "rope_scaling": "4,1,4,6", "rope_theta": 500.0, "norm_eps": 3e-6},
-    "linear": {**LLAMA, "n_kv_head": 1, "head_dim": 2, "rope_scaling": "2.5"},
-    "qwen2": {**LLAMA, "arch": "qwen2"},
-    "qwen3": {**LLAMA, "arch": "qwen3", "head_dim": 6},
-    "qwen3 untied": {**LLAMA, "arch": "qwen3", "head_dim": 6, "untied": True}}
+LLAMA = "--arch llama --n-kv-head 2"
+KINDS = {  # kind of model: its flags, and its sizes without a flag
+    "gpt2": ("", {}), "llama": (LLAMA, {}), "untied": (LLAMA, {"untied": True}),
+    "stretched": (LLAMA, {"rope_scaling": "4,1,4,6", "rope_theta": 500.0, "norm_eps": 3e-6}),
+    "linear": ("--arch llama --n-kv-head 1", {"head_dim": 2, "rope_scaling": "2.5"}),
+    "qwen2": ("--arch qwen2 --n-kv-head 2", {}),
+    "qwen3": ("--arch qwen3 --n-kv-head 2", {"head_dim": 6}),
+    "qwen3 untied": ("--arch qwen3 --n-kv-head 2", {"head_dim": 6, "untied": True})}
+
+
+def small(words, corpus, out, **sizes):
+    usual = f"--n-layer 2 --n-head 4 --n-embd 16 --batch-size 4 --dtype float32 --out {out}"
+    return config([*usual.split(), *words.split()], corpus, n_hidden=21, **sizes)
 
 
 def saved(cfg):
     """A checkpoint of random weights. (Biases of 0 and norms of 1 would hide errors.)"""
-    trainer = train.Trainer(cfg, Mesh(dp=1), VOCAB)
+    shape = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.from_seed(shape, 0))
     generator = torch.Generator().manual_seed(0)
     for flat in trainer.reducer.weights:
         flat.copy_(torch.randn(flat.shape, generator=generator))
@@ -48,13 +53,21 @@ def saved(cfg):
 def folders(corpus, tmp_path_factory):
     """{kind: (a checkpoint, what export made of it)}."""
     made = {}
-    for kind, given in KINDS.items():
+    for kind, (words, sizes) in KINDS.items():
         work = tmp_path_factory.mktemp("weights")
-        cfg = config(corpus, **{"n_layer": 2, "n_head": 4, "n_embd": 16, "dtype": "float32",
-                                "microbatches": 1, "out": str(work), **given})
-        made[kind] = saved(cfg), work / "hf"
+        made[kind] = saved(small(words, corpus, work, **sizes)), work / "hf"
         export(*made[kind])
     return made
+
+
+def said_by(main, argv, capsys, monkeypatch):
+    """The one line with which a command's main() refuses its command line, with exit code 2."""
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.count("\n") == 1, line
+    return line
 
 
 def same(path, model):
@@ -82,7 +95,7 @@ def test_an_exported_file_has_the_published_names_and_shapes(folders):
         names["qwen3 untied"][f"model.layers.0.{name}.weight"] = shape
         names["qwen3 untied"][f"model.layers.1.{name}.weight"] = shape
     for kind, n in (("gpt2", 2 * 12 + 4), ("qwen3 untied", 2 * 11 + 3)):
-        header = tensorfile.read_header(folders[kind][1] / MODEL)
+        header = read_header(folders[kind][1] / MODEL)
         found = {name: entry.shape for name, entry in header.items()}
         assert names[kind].items() <= found.items() and len(found) == n
 
@@ -104,18 +117,17 @@ def test_safetensors_opens_an_exported_file_and_finds_our_values(folders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_an_exported_folder_begins_with_the_same_bits(kind, corpus, folders, tmp_path):
-    """The folder gives the sizes; of a checkpoint those that have no flag."""
+    """The folder gives the sizes. A checkpoint's folder, and its file, have the same weights."""
     before, exported = folders[kind]
-    model = {"n_layer": 2, "n_head": 4, "n_embd": 16,
-             **{name: KINDS[kind][name] for name in ("arch", "n_kv_head") if name in KINDS[kind]}}
-    for path, sizes in ((exported, {}), (before, model), (before / MODEL, model)):
-        words = ["--init-from", path, "--data", corpus, "--out", tmp_path, "--device", "cpu",
-                 "--block-size", 8, "--batch-size", 4]
-        for name, value in sizes.items():
-            words += [f"--{name.replace('_', '-')}", value]
-        cfg = parse(list(map(str, words)))
-        check(cfg, 1)
-        again = checkpoint.save(train.Trainer(cfg, Mesh(dp=1), VOCAB), 0)
+    words = f"--init-from {exported} --batch-size 4 --dtype float32 --out {tmp_path}"
+    argv = [*words.split(), "--data", corpus, "--block-size", "8", "--device", "cpu"]
+    for path in (exported, before, before / MODEL):
+        cfg = parse(argv)
+        check_layout(cfg, 1)
+        cfg.init_from = str(path)
+        shape = config_of(cfg, VOCAB)
+        trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.initial_values(cfg, shape, None))
+        again = checkpoint.save(trainer, 0)
         assert (again / MODEL).read_bytes() == (before / MODEL).read_bytes()
 
 
@@ -173,16 +185,17 @@ def test_config_json_gives_the_sizes_as_transformers_reads_them(given, want, tmp
     ({"rope_scaling": "default"}, "its rope_scaling is 'default', not an object"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "its rope_type is dynamic; default, "),
     ({"rope_scaling": {"rope_type": "llama3"}}, "its factor is None, not a number above 0"),
-    ({"tie_word_embeddings": "yes"}, "its tie_word_embeddings is 'yes'"),
-    ({"mlp_bias": True}, "its mlp_bias is True, here it is False"),
-    ({"hidden_act": "gelu"}, "its hidden_act is 'gelu', here it is 's"),
-    ({"quantization_config": {"bits": 4}}, "its quantization_config is {'bits': 4}, here it is"),
+    ({"tie_word_embeddings": "yes"}, "its tie_word_embeddings is 'yes'; False or True can be"),
+    ({"mlp_bias": True}, "its mlp_bias is True; False can be read"),
+    ({"hidden_act": "gelu"}, "its hidden_act is 'gelu'; 'silu' or 'swish' can be read"),
+    ({"quantization_config": {"bits": 4}}, "its quantization_config is {'bits': 4}; None can"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "its layer_types is ['full_att"),
-    ({"model_type": "mistral"}, "its sliding_window is 4096, here it is None"),
-    ({"model_type": "qwen2", "use_sliding_window": True}, "its use_sliding_window is True"),
-    ({**GPT2, "activation_function": "gelu"}, "its activation_function is 'gelu', here it is '"),
-    ({**GPT2, "layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06, here it is 1e-05"),
-    ({**GPT2, "n_inner": 64}, "its n_inner is 64, here it is 32")], ids=lambda x: str(x)[:60])
+    ({"model_type": "mistral"}, "its sliding_window is 4096; None can be read"),
+    ({"model_type": "qwen2", "use_sliding_window": True}, "its use_sliding_window is True; False"),
+    ({**GPT2, "activation_function": "gelu"}, "its activation_function is 'gelu'; 'gelu_new' or"),
+    ({**GPT2, "layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06; 1e-05 can be read"),
+    ({**GPT2, "n_inner": 64}, "its n_inner is 64; None or 32 can be read")],
+    ids=lambda x: str(x)[:60])
 def test_config_json_of_another_model_is_one_line_with_field_and_value(given, says, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SIZES, **given}))
@@ -192,6 +205,16 @@ def test_config_json_of_another_model_is_one_line_with_field_and_value(given, sa
 
 
 # ---- files of tensors ----
+
+
+def rewrite(path, change):
+    """A file of float32 again, with change({name: (shape, bytes)}) in it."""
+    data = path.read_bytes()
+    tensors = {name: (entry.shape, data[entry.begin : entry.end])
+               for name, entry in read_header(path).items()}
+    change(tensors)
+    head, _ = checkpoint.make_header({name: shape for name, (shape, _) in tensors.items()}, "F32")
+    path.write_bytes(head + b"".join(data for _, data in tensors.values()))
 
 
 def renamed(change):
@@ -218,14 +241,14 @@ def longer(tensors):
     put("transformer.h.0.attn.bias", (1, 1, 2, 2), [1, 0, 1, 1])])
 def test_a_file_under_nanogpts_names_is_read(change, folders, tmp_path):
     path = shutil.copy(folders["gpt2"][0] / MODEL, tmp_path / "weights.safetensors")
-    rewrite(path, change, "F32")
+    rewrite(path, change)
     assert same(path, load_model(folders["gpt2"][0]))
 
 
 def test_biases_that_nanogpt_leaves_out_are_zeros(folders, tmp_path):
     path = shutil.copy(folders["gpt2"][0] / MODEL, tmp_path / "weights.safetensors")
     rewrite(path, lambda tensors: [tensors.pop(name) for name in list(tensors)
-                                   if name.endswith(".bias")], "F32")
+                                   if name.endswith(".bias")])
     model = load_model(folders["gpt2"][0])
     for name, param in model.canonical_parameters():
         if name.endswith(".bias"):
@@ -237,13 +260,13 @@ def in_several_files(exported, folder, code="F32"):
     """The same weights as save_pretrained writes a large model: several files and an index."""
     folder.mkdir()
     shutil.copy(exported / "config.json", folder)
-    entries = tensorfile.read_header(exported / MODEL)
+    entries = read_header(exported / MODEL)
     file_of = {}
     for i in range(2):
         file = f"model-0000{i + 1}-of-00002.safetensors"
-        tensors = {name: weights.read_tensor(entry).to(tensorfile.DTYPES[code])
+        tensors = {name: checkpoint.read_tensor(entry).to(DTYPES[code])
                    for name, entry in list(entries.items())[i::2]}
-        head, _ = tensorfile.make_header({n: x.shape for n, x in tensors.items()}, code)
+        head, _ = checkpoint.make_header({n: x.shape for n, x in tensors.items()}, code)
         body = [x.view(torch.uint8).numpy().tobytes() for x in tensors.values()]
         (folder / file).write_bytes(head + b"".join(body))
         file_of.update(dict.fromkeys(tensors, file))
@@ -254,7 +277,7 @@ def in_several_files(exported, folder, code="F32"):
 @pytest.mark.parametrize("code", ["BF16", "F16"])
 def test_several_files_of_16_bits_are_read(code, folders, tmp_path):
     folder = in_several_files(folders["untied"][1], tmp_path / "several", code)
-    assert same(folder, load_model(folders["untied"][0]).to(tensorfile.DTYPES[code]))
+    assert same(folder, load_model(folders["untied"][0]).to(DTYPES[code]))
 
 
 NORM, WPE = "transformer.ln_f.weight", "transformer.wpe.weight"
@@ -275,7 +298,7 @@ TENSORS = {  # what becomes of the tensors of a GPT-2: what is said
 def test_other_tensors_than_the_models_are_refused_by_name(how, folders, tmp_path):
     change, says = TENSORS[how]
     path = shutil.copy(folders["gpt2"][0] / MODEL, tmp_path / "weights.safetensors")
-    rewrite(path, change, "F32")
+    rewrite(path, change)
     with pytest.raises(ValueError) as error:
         same(path, load_model(folders["gpt2"][0]))
     said = str(error.value)
@@ -314,7 +337,8 @@ def named(file):
 
 DAMAGES = {  # what happens to a folder of an untied Llama: what the run says
     "damaged header": (spoiled(b'"shape"', b'"shape}'), "header is damaged"),
-    "overlapping": (spoiled(b'offsets": [4288', b'offsets": [4284'), "header is damaged"),
+    "overlapping": (spoiled(b'offsets": [4288', b'offsets": [4284'),
+                    "tensor model.layers.0.input_layernorm.weight: "),
     "cut": (cut, "cut off at the end of the file"),
     "a pickle": (pickled, "pytorch_model.bin: a pickle, which may run code, is never loaded"),
     "no file": (lambda folder: (folder / MODEL).unlink(), "model.safetensors: No such file"),
@@ -332,28 +356,37 @@ DAMAGES = {  # what happens to a folder of an untied Llama: what the run says
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_folder_is_one_line_of_train_py(how, corpus, folders, tmp_path, capsys,
-                                                  monkeypatch):
+def test_a_damaged_folder_is_one_line_with_file_and_tensor(how, corpus, folders, tmp_path):
     damage, says = DAMAGES[how]
     copy = in_several_files if how.startswith("an index") else shutil.copytree
     folder = copy(folders["untied"][1], tmp_path / "folder")
     damage(folder)
-    argv = ["train.py", "--init-from", folder, "--data", corpus, "--out", tmp_path / "out",
-            "--steps", 0, "--device", "cpu", "--block-size", 8, "--batch-size", 4]
-    line = one_line(train.main, argv, capsys, monkeypatch)
-    assert says in line and str(folder) in line, line
+    with pytest.raises(ValueError) as error:
+        cfg = parse(["--init-from", str(folder)])
+        check_layout(cfg, 1)
+        shape = config_of(cfg, VOCAB)
+        shapes = shapes_of(on_meta(shape))
+        value = values(folder, shapes, shape)
+        [value(name) for name in shapes]
+    said = str(error.value)
+    assert said.startswith(str(folder)) and says in said and "\n" not in said, said
 
 
-def test_nanogpts_own_pickle_is_not_loaded_and_the_line_says_what_converts_it(
-        corpus, tmp_path, capsys, monkeypatch):
+def test_train_py_refuses_files_in_one_line_and_runs_no_pickle(corpus, folders, tmp_path):
     class Code:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    torch.save({"model": Code()}, tmp_path / "ckpt.pt")
-    argv = ["train.py", *flags(corpus, tmp_path / "out", init_from=tmp_path / "ckpt.pt")]
-    line = one_line(train.main, argv, capsys, monkeypatch)
-    assert f"{tmp_path}/ckpt.pt: a pickle" in line and "safetensors.torch.save_file" in line
+    torch.save({"model": Code()}, tmp_path / "ckpt.pt")  # nanoGPT's own
+    folder = shutil.copytree(folders["untied"][1], tmp_path / "cut")
+    cut(folder)
+    other = shutil.copytree(folders["untied"][1], tmp_path / "other")
+    edited("config.json", hidden_act="gelu")(other)
+    for path, says in ((tmp_path / "ckpt.pt", "a pickle, which may run code, is never load"),
+                       (folder / MODEL, "cut off at the end of the file"),
+                       (other, "its hidden_act is 'gelu'; 'silu' or ")):
+        line = refused("train.py", *flags(corpus, tmp_path / "out", init_from=path, tp=2))
+        assert line.startswith(f"train.py: {path}") and says in line
     assert not (tmp_path / "ran").exists()
 
 
@@ -362,7 +395,7 @@ def test_sizes_that_no_shape_shows_are_compared_with_config_json(folders, tmp_pa
                               ("llama", {"rope_theta": 9}, "its rope_theta is 9.0, this run's")):
         folder = shutil.copytree(folders[kind][1], tmp_path / kind)
         edited("config.json", **given)(folder)
-        with pytest.raises(ValueError, match=f"{folder}/config.json: {says}"):
+        with pytest.raises(checkpoint.CheckpointError, match=f"{folder}: {says}"):
             same(folder, load_model(folders[kind][0]))
 
 
@@ -381,7 +414,7 @@ PLACES = {  # what lies in the place of a file: (how it comes there, what is sai
 def test_what_is_no_file_of_its_kind_is_refused_by_its_name(place, name, read, tmp_path):
     make, says = PLACES[place]
     make(tmp_path / name)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, OSError)) as error:
         read(tmp_path)
     said = str(error.value)
     assert str(tmp_path / name) in said and says in said and "\n" not in said, said
@@ -395,8 +428,7 @@ def test_a_forged_manifest_builds_no_model_that_is_larger_than_its_file(kind, fo
     folder = shutil.copytree(folders[kind][0], tmp_path / "one")
     manifest = checkpoint.read_manifest(folder)
     manifest["model"].update(forged)
-    manifest["seal"] = checkpoint.seal(manifest)
-    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=f"^{folder}/{MODEL}, tensor transformer"):
         load_model(folder)
 
@@ -408,7 +440,7 @@ def test_what_cannot_be_exported_is_one_line_and_writes_nothing(corpus, folders,
                                                                 monkeypatch):
     usual = shutil.copytree(folders["gpt2"][0], tmp_path / "step-00000001")
     (tmp_path / "e").mkdir()
-    mixture = saved(config(corpus, n_layer=1, microbatches=1, experts=4, out=str(tmp_path / "e")))
+    mixture = saved(small("--experts 4", corpus, tmp_path / "e"))
     before = sorted(tmp_path.rglob("*"))
     for out, to, says in (
             (usual, usual, f"--to {usual} is the place of a checkpoint; name another folder"),
@@ -418,7 +450,7 @@ def test_what_cannot_be_exported_is_one_line_and_writes_nothing(corpus, folders,
             (mixture, tmp_path / "hf", f"{mixture}: has experts"),
             (tmp_path / "none", tmp_path / "hf", "none: no complete checkpoint there")):
         argv = ["weights.py", "--out", out, "--to", to]
-        assert says in one_line(weights.main, argv, capsys, monkeypatch)
+        assert says in said_by(weights.main, argv, capsys, monkeypatch)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -445,15 +477,16 @@ def test_sampling_with_kept_keys_is_sampling_without_them(shape):
 def test_a_seed_decides_all_draws_of_sample(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("def f(x): return x\n" * 100)
     prepare([tmp_path / "text"], tmp_path / "data", "bytes")
-    cfg = config(str(tmp_path / "data"), n_layer=1, microbatches=1, out=str(tmp_path))
-    checkpoint.save(train.Trainer(cfg, Mesh(dp=1), 256), 0, tmp_path / "data")
+    cfg = small("", str(tmp_path / "data"), tmp_path)
+    shape = config_of(cfg, 256)
+    trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.from_seed(shape, 0))
+    checkpoint.save(trainer, 0, tmp_path / "data")
 
     def said(*more):
         argv = ["sample.py", "--out", tmp_path, "--max-tokens", 20, "--samples", 2, *more]
         monkeypatch.setattr(sys, "argv", list(map(str, argv)))
         capsys.readouterr()
-        with as_it_was():
-            sample.main()
+        sample.main()
         return capsys.readouterr().out
 
     usual = said()
@@ -462,4 +495,4 @@ def test_a_seed_decides_all_draws_of_sample(tmp_path, capsys, monkeypatch):
     assert said("--seed", 1) == said("--seed", 1)
     assert said("--top-k", 1) == said("--temperature", 0) != usual  # both: the likeliest
     argv = ["sample.py", "--out", tmp_path, "--prompt", ""]
-    assert "--prompt '' must not be empty" in one_line(sample.main, argv, capsys, monkeypatch)
+    assert "--prompt '' must not be empty" in said_by(sample.main, argv, capsys, monkeypatch)
