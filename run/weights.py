@@ -23,14 +23,15 @@ INDEX = "model.safetensors.index.json"  # of a large model: which file has which
 # ---- config.json ----
 
 LLAMA = {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,),
-         "tie_word_embeddings": (False, True), "use_sliding_window": (False,)}
+         "tie_word_embeddings": (False, True), "use_sliding_window": (False,),
+         "layer_types": (None, ["full_attention"])}
 # model_type: {setting: the values that our models compute; the first, if it is left out}
 COMPUTED = {"gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"),
                      "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,),
                      "scale_attn_by_inverse_layer_idx": (False,), "tie_word_embeddings": (True,)},
             "llama": LLAMA, "mistral": {**LLAMA, "sliding_window": (None,)},
             "qwen2": LLAMA, "qwen3": LLAMA}
-# What transformers takes for a setting that is left out, where that differs from a Llama's
+# What transformers takes for a setting that is left out, where that is not a Llama's value
 DEFAULTS = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
             "qwen2": {"num_key_value_heads": 32},
             "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
@@ -44,18 +45,22 @@ SCALINGS = {"default": (), "linear": ("factor",),
                        "original_max_position_embeddings")}
 
 
-def number(given, name, kinds=(int, float)):
-    """A number above 0; kinds=(int,): a size."""
+def number(given, name, kinds=(int, float), most=1e300):
+    """A number above 0 in these values."""
     value = given.get(name)
-    if type(value) not in kinds or not 0 < value <= 1e300:
+    if type(value) not in kinds or not 0 < value <= most:
         what = "number" if float in kinds else "whole number"
-        raise ValueError(f"its {name} is {value!r:.40}, not a {what} above 0")
+        raise ValueError(f"its {name} is {value!r:.40}, not a {what} above 0, up to {most:,}")
     return value
+
+
+def size(given, name):
+    return number(given, name, (int,), 10**6)
 
 
 def rope_of(given):
     """rope_theta and rope_scaling of LlamaConfig."""
-    rope = {"rope_theta": given.get("rope_theta", 10000.0)}
+    rope = {"rope_theta": given["rope_theta"]}
     for name in ("rope_scaling", "rope_parameters"):  # of transformers 4; of 5, with rope_theta
         value = given.get(name) or {}
         if type(value) is not dict:
@@ -73,11 +78,12 @@ def sizes_in(given):
     kind = str(given.get("model_type"))
     if kind not in COMPUTED:
         raise ValueError(f"its model_type is {kind:.40}; {', '.join(COMPUTED)} can be read")
-    given = {**DEFAULTS.get(kind, {}), **given}
+    given = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, **DEFAULTS.get(kind, {}), **given}
     names = GPT2_SIZES if kind == "gpt2" else LLAMA_SIZES
-    sizes = {ours: number(given, theirs, (int,)) for ours, theirs in names.items()}
+    sizes = {ours: size(given, theirs) for ours, theirs in names.items()}
+    if type(given.get("layer_types")) is list:
+        given["layer_types"] = sorted(set(map(str, given["layer_types"])))
     computed = {**COMPUTED[kind], "n_inner": (None, 4 * sizes["n_embd"]),
-                "layer_types": (None, ["full_attention"] * sizes["n_layer"]),
                 "quantization_config": (None,)}
     for name, allowed in computed.items():
         if given.get(name, allowed[0]) not in allowed:
@@ -85,16 +91,16 @@ def sizes_in(given):
             raise ValueError(f"its {name} is {given[name]!r:.60}; {known:.60} can be read")
     if kind == "gpt2":
         return {"arch": kind, **sizes}
-    width = sizes["n_embd"] // sizes["n_head"]
-    for name, usual in (("num_key_value_heads", sizes["n_head"]), ("head_dim", width)):
+    usual = {"num_key_value_heads": sizes["n_head"], "head_dim": sizes["n_embd"] // sizes["n_head"]}
+    for name in usual:
         if given.get(name) is None:
-            given[name] = usual
-    head_dim = number(given, "head_dim", (int,))
-    return {**sizes, "arch": "llama" if kind == "mistral" else kind,
-            "n_kv_head": number(given, "num_key_value_heads", (int,)),
+            given[name] = usual[name]
+    head_dim = size(given, "head_dim")
+    return {**sizes, **rope_of(given), "arch": "llama" if kind == "mistral" else kind,
+            "n_kv_head": size(given, "num_key_value_heads"),
             "head_dim": 0 if head_dim * sizes["n_head"] == sizes["n_embd"] else head_dim,
-            "norm_eps": float(number({"rms_norm_eps": 1e-6, **given}, "rms_norm_eps")),
-            "untied": not given.get("tie_word_embeddings", False), **rope_of(given)}
+            "norm_eps": float(number(given, "rms_norm_eps")),
+            "untied": not given.get("tie_word_embeddings", False)}
 
 
 def sizes_of(folder):
@@ -117,7 +123,7 @@ def config_json(config):
                 "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd,
                 "n_positions": config.block_size, "activation_function": "gelu_new",
                 "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # dropout
-    numbers = [float(number) for number in config.rope_scaling.split(",") if number]
+    numbers = [float(word) for word in config.rope_scaling.split(",") if word]
     kind = {0: "default", 1: "linear", 4: "llama3"}[len(numbers)]
     rope = {"rope_type": kind, **dict(zip(SCALINGS[kind], numbers, strict=True))}
     if kind == "llama3":

@@ -177,7 +177,7 @@ def test_config_json_gives_the_sizes_as_transformers_reads_them(given, want, tmp
 
 @pytest.mark.parametrize("given,says", [
     ({"model_type": "gemma"}, "its model_type is gemma; gpt2, llama, mistral, qwen2, qwen3 can"),
-    *(({"hidden_size": value}, f"its hidden_size is {value!r:.40}, not a whole number above 0")
+    *(({"hidden_size": value}, f"its hidden_size is {value!r:.40}, not a whole number above 0, up to 1,000,000")
       for value in (None, 32.0, [32], True, "32", 0, 10**400)),
     ({"num_key_value_heads": 0}, "its num_key_value_heads is 0, not a whole number"),
     ({"rms_norm_eps": None}, "its rms_norm_eps is None, not a number above 0"),
