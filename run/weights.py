@@ -192,41 +192,36 @@ def parts_of(name, shape, config, form):
 # ---- from a file ----
 
 
-def read_index(path):
-    """{name: Entry} of the files that this index names."""
-    from run.checkpoint import CheckpointError, read_header
+def files_in(folder):
+    """The files with a folder's tensors."""
+    from run.checkpoint import CheckpointError, about
 
-    files = read_json(path).get("weight_map")
-    if type(files) is not dict:
-        raise ValueError(f"its weight_map is {files!r:.40}, not an object")
-    headers, entries = {}, {}
-    for name, file in files.items():
+    index = folder / INDEX
+    if not index.exists():
+        pickles = sorted(folder.glob("pytorch_model*.bin"))
+        return pickles if pickles and not (folder / MODEL).exists() else [folder / MODEL]
+    with about(index):
+        file_of = read_json(index).get("weight_map")
+    if type(file_of) is not dict:
+        raise CheckpointError(f"{index}: its weight_map is {file_of!r:.40}, not an object")
+    for name, file in file_of.items():
         # "/" could lead out of the folder; "\0" is not printable
         if type(file) is not str or "/" in file or not file.isprintable():
-            raise ValueError(f"its {name} is {file!r:.40}, not a file's name")
-        if file not in headers:
-            headers[file] = read_header(path.parent / file)
-        if name not in headers[file]:
-            raise CheckpointError(f"{path.parent / file}, tensor {name}: missing, but {INDEX} "
-                                  "names it")
-        entries[name] = headers[file][name]
-    return entries
+            raise CheckpointError(f"{index}: its {name} is {file!r:.40}, not a file's name")
+    return [folder / file for file in sorted(set(file_of.values()))]
 
 
 def read_entries(path):
-    """{name: Entry} of a safetensors file, or of a folder."""
-    from run.checkpoint import CheckpointError, about, read_header
+    """{name: Entry} of a safetensors file, or of a folder's files."""
+    from run.checkpoint import CheckpointError, read_header
 
-    if path.is_dir() and (path / INDEX).exists():
-        with about(path / INDEX):
-            return read_index(path / INDEX)
-    if path.is_dir():
-        pickles = sorted(path.glob("pytorch_model*.bin"))
-        path = pickles[0] if pickles and not (path / MODEL).exists() else path / MODEL
-    if path.suffix in (".pt", ".pth", ".bin"):
-        raise CheckpointError(f"{path}: a pickle, which may run code, is never loaded; convert it "
-                              "with safetensors.torch.save_file, as in docs/test-your-own.md")
-    return read_header(path)
+    entries = {}
+    for file in files_in(path) if path.is_dir() else [path]:
+        if file.suffix in (".pt", ".pth", ".bin"):
+            raise CheckpointError(f"{file}: a pickle, which may run code, is never loaded; convert "
+                                  "it with safetensors.torch.save_file: docs/test-your-own.md")
+        entries |= read_header(file)
+    return entries
 
 
 def parts_in(entries, shapes, config):
