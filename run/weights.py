@@ -45,7 +45,7 @@ SCALINGS = {"default": (), "linear": ("factor",),
                        "original_max_position_embeddings")}
 
 
-def number(given, name, kinds=(int, float), most=1e300):
+def positive(given, name, kinds=(int, float), most=1e300):
     """A number above 0 in these values."""
     value = given.get(name)
     if type(value) not in kinds or not 0 < value <= most:
@@ -55,7 +55,7 @@ def number(given, name, kinds=(int, float), most=1e300):
 
 
 def size(given, name):
-    return number(given, name, (int,), 10**6)
+    return positive(given, name, (int,), 10**6)
 
 
 def rope_of(given):
@@ -69,8 +69,10 @@ def rope_of(given):
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind not in SCALINGS:
         raise ValueError(f"its rope_type is {kind:.40}; {', '.join(SCALINGS)} can be read")
-    scaling = ",".join(f"{number(rope, name):.15g}" for name in SCALINGS[kind])
-    return {"rope_theta": float(number(rope, "rope_theta")), "rope_scaling": scaling}
+    for name in rope.keys() - {"rope_theta", "rope_type", "type", *SCALINGS[kind]}:
+        raise ValueError(f"its rope_scaling has {name}, which is not known for {kind}")
+    scaling = ",".join(f"{positive(rope, name):.15g}" for name in SCALINGS[kind])
+    return {"rope_theta": float(positive(rope, "rope_theta")), "rope_scaling": scaling}
 
 
 def sizes_in(given):
@@ -99,7 +101,7 @@ def sizes_in(given):
     return {**sizes, **rope_of(given), "arch": "llama" if kind == "mistral" else kind,
             "n_kv_head": size(given, "num_key_value_heads"),
             "head_dim": 0 if head_dim * sizes["n_head"] == sizes["n_embd"] else head_dim,
-            "norm_eps": float(number(given, "rms_norm_eps")),
+            "norm_eps": float(positive(given, "rms_norm_eps")),
             "untied": not given.get("tie_word_embeddings", False)}
 
 
@@ -303,15 +305,19 @@ def values(path, shapes, config):
 def load_model(folder, device="cpu"):
     """The whole model of one of our checkpoints, in float32. CheckpointError if it is damaged."""
     from experts import kind_of, on_meta, shapes_of
-    from run.checkpoint import expect, read_header, read_manifest
+    from run.checkpoint import MANIFEST, CheckpointError, expect, read_header, read_manifest
 
     path = Path(folder, MODEL)
     config = config_from(read_manifest(folder)["model"])
     # A forged manifest may name a model that takes hours to build, or all memory. So compare first
     # the number of layers with the file's, then, on the meta device, all shapes
-    expect(path, read_header(path), {f"transformer.h.{config.n_layer - 1}.ln_1.weight":
-                                     (config.n_embd,)})
-    value = values(path, shapes_of(on_meta(config)), config)
+    try:
+        last = f"transformer.h.{config.n_layer - 1}.ln_1.weight"
+        expect(path, read_header(path), {last: (config.n_embd,)})
+        shapes = shapes_of(on_meta(config))
+    except (TypeError, ArithmeticError, RuntimeError):
+        raise CheckpointError(f"{folder}/{MANIFEST}: damaged, no model has its sizes") from None
+    value = values(path, shapes, config)
     model = kind_of(config)(config)
     for name, param in model.canonical_parameters():
         param.data.copy_(value(name))

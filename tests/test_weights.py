@@ -184,6 +184,7 @@ def test_config_json_gives_the_sizes_as_transformers_reads_them(given, want, tmp
     ({"rope_theta": float("nan")}, "its rope_theta is nan, not a number above 0"),
     ({"rope_scaling": "default"}, "its rope_scaling is 'default', not an object"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "its rope_type is dynamic; default, "),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "its rope_scaling has partial_rotary_f"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "its factor is None, not a number above 0"),
     ({"tie_word_embeddings": "yes"}, "its tie_word_embeddings is 'yes'; False or True can be"),
     ({"mlp_bias": True}, "its mlp_bias is True; False can be read"),
@@ -418,14 +419,16 @@ def test_what_is_no_file_of_its_kind_is_refused_by_its_name(place, name, read, t
 
 @pytest.mark.parametrize("kind,forged", [
     ("gpt2", {"n_layer": 10**7}), ("gpt2", {"n_embd": 10**7}), ("gpt2", {"n_experts": 10**7}),
-    ("gpt2", {"vocab_size": 10**9}), ("llama", {"n_hidden": 10**9})], ids=str)
+    ("gpt2", {"vocab_size": 10**9}), ("llama", {"n_hidden": 10**9}), ("gpt2", {"n_layer": "two"}),
+    ("gpt2", {"n_head": 0}), ("llama", {"head_dim": -2})], ids=str)
 def test_a_forged_manifest_builds_no_model_that_is_larger_than_its_file(kind, forged, folders,
                                                                         tmp_path):
     folder = shutil.copytree(folders[kind][0], tmp_path / "one")
     manifest = checkpoint.read_manifest(folder)
     manifest["model"].update(forged)
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=f"^{folder}/{MODEL}, tensor transformer"):
+    says = f"^{folder}/({MODEL}, tensor transformer|{MANIFEST}: damaged, no model has its sizes)"
+    with pytest.raises(checkpoint.CheckpointError, match=says):
         load_model(folder)
 
 
