@@ -22,7 +22,7 @@ from run.checkpoint import DTYPES, MANIFEST, MODEL, read_header
 from run.flags import check_layout, parse
 from run.weights import INDEX, export, load_model, read_entries, sizes_of, values
 from sizes import GPTConfig, LlamaConfig, config_of
-from tests.harness import VOCAB, config, flags, refused
+from tests.harness import VOCAB, config, flags, ranks, refused
 
 LLAMA = "--arch llama --n-kv-head 2"
 KINDS = {  # kind of model: its flags, and its sizes without a flag
@@ -129,6 +129,24 @@ def test_a_run_from_an_exported_folder_begins_with_the_same_bits(kind, corpus, f
         trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.initial_values(cfg, shape, None))
         again = checkpoint.save(trainer, 0)
         assert (again / MODEL).read_bytes() == (before / MODEL).read_bytes()
+
+
+def has_its_slices(rank, cfg, folder):
+    """Has this rank of a run that begins from cfg.init_from its slices of a checkpoint's model?"""
+    params = dict(load_model(folder).canonical_parameters())
+    shape = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), shape,
+                            train.initial_values(cfg, shape, None))
+    return all(torch.equal(weight, tag.slice(params[tag.name]))
+               for tag, weight in trainer.reducer.whole())
+
+
+@pytest.mark.parametrize("kind,layout", [("qwen3 untied", "--tp 2 --pp 2"),
+                                         ("gpt2", "--dp 2 --tp 2 --zero 3")])
+def test_each_rank_takes_its_slices_of_a_folder(kind, layout, corpus, folders, tmp_path):
+    words, sizes = KINDS[kind]
+    cfg = small(f"{words} {layout} --init-from {folders[kind][1]}", corpus, tmp_path, **sizes)
+    assert all(ranks(4, has_its_slices, cfg, folders[kind][0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
