@@ -12,7 +12,7 @@ import sys
 if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
     sys.path.insert(0, __file__.rpartition("/")[0] or ".")
 
-from run.flags import Parser
+from run.flags import Parser, fail
 from run.launch import say
 
 
@@ -32,7 +32,7 @@ def sample_flags():
 
 
 def read_flags():
-    """(parser, flags of this command line); a wrong flag ends the process with one line."""
+    """The flags of this command line; a wrong flag ends the process with one line."""
     parser = sample_flags()
     args = parser.parse_args()
     for name, least, most in (("samples", 1, 1000), ("max_tokens", 1, 10**6),
@@ -42,7 +42,7 @@ def read_flags():
             parser.error(f"--{name.replace('_', '-')} {value} must be from {least} to {most:g}")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed} must be at least 0, and below 2^63")
-    return parser, args
+    return args
 
 
 if __name__ == "__main__":
@@ -161,11 +161,11 @@ def read_all(args):
 
 
 def main():
-    parser, args = read_flags()
+    args = read_flags()
     try:
         model, tokenizer, ids = read_all(args)
     except (ValueError, OSError) as error:
-        parser.error(error)
+        fail(error)
     start = time.perf_counter()
     texts = generate(model, ids, args.max_tokens, args.samples, args.temperature, args.top_k,
                      args.seed)

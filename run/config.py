@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from data.foreign import OBJECT, read_json
-from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import in_words, launched, local_rank, note, program
+from run.weights import CONFIG, sizes_of
 from schedules import (
     SCHEDULES,
     chunks_of,
@@ -185,7 +185,7 @@ def parse(args, description=None):
     # Sizes that no flag gives are those of the folder of Hugging Face, or of the checkpoint
     if cfg.init_from and os.path.lexists(Path(cfg.init_from, CONFIG)):
         try:
-            sizes = flags_of_folder(cfg.init_from)
+            sizes = sizes_of(cfg.init_from)
         except ValueError as error:
             fail(error)
     else:

@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 
-from run.hugging_face import flags_of_folder as sizes_of
+from run.weights import sizes_of
 from schedules import SCHEDULES
 from sizes import WIDTHS
 

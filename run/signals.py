@@ -91,8 +91,8 @@ def local_rank():
 
 
 def program():
-    """The name with which this program's lines begin: train.py or, of python -m run.export,
-    export.py."""
+    """The name with which this program's lines begin: train.py or, of python -m run.weights,
+    weights.py."""
     return os.path.basename(sys.argv[0])
 
 

@@ -5,7 +5,7 @@
     data              each tensor's elements, row after row; offsets count from here
 
 This file makes and reads headers, and computes checksums. The data itself: checkpoint.py reads and
-writes slices of tensors; weights.py reads whole tensors, export.py writes them. The header follows
+writes slices of tensors; weights.py reads and writes whole tensors. The header follows
 from names, shapes and the dtype, so every rank knows without a message where each element of the
 model belongs in the file.
 github.com/huggingface/safetensors

@@ -1,510 +1,515 @@
-"""Weights from and for other programs, and sampling."""
+"""Weights of other programs are taken name by name or refused in one line, ours become theirs.
+Sampling."""
 
 import json
-import math
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-import torch.nn.functional as F
 
 import sample
 import train
-from data.batches import Data, load_tokenizer
 from data.prepare import prepare
-from data.tokenizer import tokenizer_files
-from experts import kind_of
+from experts import kind_of, on_meta, shapes_of
 from mesh import Mesh
 from model import build
-from run import checkpoint, tensorfile, weights
-from run import export as export_file
-from run.hugging_face import config_json, flags_of_folder, llama_names
-from run.weights import load_model, read_weights
-from sizes import GPTConfig, LlamaConfig
-from tests.harness import VOCAB, config
-from tests.isolation import as_it_was
-from tests.runs import Run, _main, flags, one_line, rewrite
+from run import checkpoint, weights
+from run.checkpoint import DTYPES, MANIFEST, MODEL, read_header
+from run.flags import check_layout, parse
+from run.weights import INDEX, export, load_model, read_entries, sizes_of, values
+from sizes import GPTConfig, LlamaConfig, config_of
+from tests.harness import VOCAB, config, flags, ranks, refused
 
-# The weights that GPT-2's published file (huggingface.co/openai-community/gpt2, model.safetensors)
-# holds as (in, out), said again here: of the four only attn.c_proj is square, so no shape tells
-PUBLISHED = {"h.0.attn.c_attn.weight": (768, 2304), "h.0.attn.c_proj.weight": (768, 768),
-             "h.0.mlp.c_fc.weight": (768, 3072), "h.0.mlp.c_proj.weight": (3072, 768)}
-IN_OUT = tuple(name.removeprefix("h.0.") for name in PUBLISHED)
-
-
-def nanogpt_shapes(V, S, L, C):
-    """state_dict of nanoGPT's GPT with biases (github.com/karpathy/nanoGPT, model.py)."""
-    block = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,),
-             "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-    parts = {**{f"h.{i}.{k}": v for i in range(L) for k, v in block.items()}, "ln_f": (C,)}
-    return {"lm_head.weight": (V, C), "transformer.wte.weight": (V, C),
-            "transformer.wpe.weight": (S, C),
-            **{f"transformer.{k}.weight": v for k, v in parts.items()},
-            **{f"transformer.{k}.bias": v[:1] for k, v in parts.items()}}
+LLAMA = "--arch llama --n-kv-head 2"
+KINDS = {  # kind of model: its flags, and its sizes without a flag
+    "gpt2": ("", {}), "llama": (LLAMA, {}), "untied": (LLAMA, {"untied": True}),
+    "stretched": (LLAMA, {"rope_scaling": "4,1,4,6", "rope_theta": 500.0, "norm_eps": 3e-6}),
+    "linear": ("--arch llama --n-kv-head 1", {"head_dim": 2, "rope_scaling": "2.5"}),
+    "qwen2": ("--arch qwen2 --n-kv-head 2", {}),
+    "qwen3": ("--arch qwen3 --n-kv-head 2", {"head_dim": 6}),
+    "qwen3 untied": ("--arch qwen3 --n-kv-head 2", {"head_dim": 6, "untied": True})}
 
 
-def gpt2_shapes(V, S, L, C):
-    """GPT-2's published file, without masks: nanoGPT's names but for the first word, no lm_head,
-    and four matrices a block the other way round."""
-    shapes = {}
-    for name, shape in nanogpt_shapes(V, S, L, C).items():
-        if name != "lm_head.weight":
-            other_way = name.endswith(IN_OUT)
-            shapes[name.removeprefix("transformer.")] = shape[::-1] if other_way else shape
-    return shapes
+def small(words, corpus, out, **sizes):
+    usual = f"--n-layer 2 --n-head 4 --n-embd 16 --batch-size 4 --dtype float32 --out {out}"
+    return config([*usual.split(), *words.split()], corpus, n_hidden=21, **sizes)
 
 
-def test_gpt2s_shapes_are_the_published_ones():
-    shapes = gpt2_shapes(50257, 1024, 12, 768)
-    assert PUBLISHED.items() <= shapes.items() and len(shapes) == 148
-    assert shapes["wte.weight"] == (50257, 768) and shapes["h.11.attn.c_attn.bias"] == (2304,)
+def saved(cfg):
+    """A checkpoint of random weights. (Biases of 0 and norms of 1 would hide errors.)"""
+    shape = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.from_seed(shape, 0))
+    generator = torch.Generator().manual_seed(0)
+    for flat in trainer.reducer.weights:
+        flat.copy_(torch.randn(flat.shape, generator=generator))
+    return checkpoint.save(trainer, 1)
 
 
-def test_the_model_file_is_nanogpts_by_name_and_shape_and_opens_with_safetensors(trained):
-    path = trained / "step-00000004" / checkpoint.MODEL
-    found = {name: e.shape for name, e in tensorfile.read_header(path).items()}
-    assert found == nanogpt_shapes(VOCAB, 8, 2, 8)
-    tensors = pytest.importorskip("safetensors.torch").load_file(path)
-    config = GPTConfig(VOCAB, 8, 2, 2, 8)
-    get = read_weights(path, {n: torch.Size(s) for n, s in found.items()}, config)
-    assert all(torch.equal(tensors[name], get(name)) for name in found)
-    assert torch.equal(tensors["lm_head.weight"], tensors["transformer.wte.weight"])
+@pytest.fixture(scope="module")
+def folders(corpus, tmp_path_factory):
+    """{kind: (a checkpoint, what export made of it)}."""
+    made = {}
+    for kind, (words, sizes) in KINDS.items():
+        work = tmp_path_factory.mktemp("weights")
+        made[kind] = saved(small(words, corpus, work, **sizes)), work / "hf"
+        export(*made[kind])
+    return made
 
 
-@pytest.mark.parametrize("kind", ["ours", "gpt2"])
-def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
-    def as_hugging_face_has_it(tensors):
-        del tensors["lm_head.weight"]
-        for name, (shape, data) in list(tensors.items()):
-            del tensors[name]
-            if name.endswith(IN_OUT):
-                data = np.frombuffer(data).reshape(shape).T.tobytes()
-                shape = shape[::-1]
-            tensors[name.removeprefix("transformer.")] = shape, data
-        tensors["h.0.attn.bias"] = (1, 1, 8, 8), bytes(512)  # old files have both
-        tensors["h.0.attn.masked_bias"] = (), bytes(8)
-
-    ours = trained / "step-00000004" / checkpoint.MODEL
-    path = shutil.copy(ours, tmp_path / "weights.safetensors")
-    if kind == "gpt2":
-        rewrite(path, as_hugging_face_has_it)
-    run = Run(4, flags(corpus, tmp_path / "out", pp=2, tp=2, steps=0, init_from=path), tmp_path)
-    assert run.wait() == [0] * 4, run.read()
-    assert (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes() == ours.read_bytes()
-    other = Run(1, flags(corpus, tmp_path / "o", n_embd=12, init_from=path), tmp_path)
-    assert other.wait() == [2] and "wte.weight: F64 [67, 8], not " in other.read()
+def said_by(main, argv, capsys, monkeypatch):
+    """The one line with which a command's main() refuses its command line, with exit code 2."""
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.count("\n") == 1, line
+    return line
 
 
-def test_a_checkpoints_folder_is_as_good_as_its_file(corpus, trained, tmp_path):
-    """... and is refused for another model whose tensors have the same shapes."""
-    folder = trained / "step-00000004"
-    run = Run(1, flags(corpus, tmp_path / "out", steps=0, init_from=folder), tmp_path)
-    assert run.wait() == [0], run.read()
-    again = (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes()
-    assert again == (folder / checkpoint.MODEL).read_bytes()
-    other = Run(1, flags(corpus, tmp_path / "o", n_head=4, init_from=folder), tmp_path)
-    assert other.wait() == [2] and "its n_head is 2, this run's is 4" in other.read()
+def same(path, model):
+    """Has the file, or the folder, this model's weights, bit for bit?"""
+    params = dict(model.canonical_parameters())
+    value = values(path, {name: param.shape for name, param in params.items()}, model.config)
+    return all(torch.equal(value(name), param) for name, param in params.items())
 
 
-def _untied(tensors):
-    shape, data = tensors["lm_head.weight"]
-    tensors["lm_head.weight"] = shape, data[::-1]
+# ---- Hugging Face's folders ----
 
 
-@pytest.mark.parametrize("given,says", [
-    ({"n_head": "12"}, "its n_head is '12', not a whole number from 1 to 2,147,483,648"),
-    ({"n_layer": None}, "its n_layer is None, not a whole number from 1 to 2,147,483,648"),
-    ({"n_head": 12, "num_attention_heads": 6}, "its num_attention_heads is 6, its n_head 12"),
-    ({"n_positions": 0}, "its n_positions is 0, not a whole number from 1 to 2,147,483,648"),
-    ({"activation_function": "gelu"}, "its activation_function is gelu, here it is gelu_new")])
-def test_a_field_of_config_json_that_cannot_be_is_named(given, says, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    with pytest.raises(ValueError, match=f"config.json: {says}$"):
-        flags_of_folder(tmp_path)
+def test_an_exported_file_has_the_published_names_and_shapes(folders):
+    names = {"gpt2": {"transformer.h.1.ln_1.bias": (16,),
+                      "transformer.h.1.attn.c_attn.weight": (16, 48),  # (in, out)
+                      "transformer.h.1.attn.c_attn.bias": (48,),
+                      "transformer.h.1.mlp.c_proj.weight": (64, 16)},
+             "qwen3 untied": {"lm_head.weight": (VOCAB, 16), "model.norm.weight": (16,),
+                              "model.embed_tokens.weight": (VOCAB, 16)}}
+    for name, shape in {
+            "input_layernorm": (16,), "self_attn.q_proj": (24, 16), "self_attn.k_proj": (12, 16),
+            "self_attn.v_proj": (12, 16), "self_attn.q_norm": (6,), "self_attn.k_norm": (6,),
+            "self_attn.o_proj": (16, 24), "post_attention_layernorm": (16,),
+            "mlp.gate_proj": (21, 16), "mlp.up_proj": (21, 16), "mlp.down_proj": (16, 21)}.items():
+        names["qwen3 untied"][f"model.layers.0.{name}.weight"] = shape
+        names["qwen3 untied"][f"model.layers.1.{name}.weight"] = shape
+    for kind, n in (("gpt2", 2 * 12 + 4), ("qwen3 untied", 2 * 11 + 3)):
+        header = read_header(folders[kind][1] / MODEL)
+        found = {name: entry.shape for name, entry in header.items()}
+        assert names[kind].items() <= found.items() and len(found) == n
 
 
-def test_gpt2s_weights_train_in_shorter_sequences(corpus, trained, tmp_path):
-    """The first positions of the table are taken, like nanoGPT's crop_block_size does; a longer
-    block has no positions."""
-    export_file.export(trained / "step-00000004", tmp_path / "hf")
-    argv = ["--init-from", tmp_path / "hf", "--data", corpus, "--steps", 0, "--device", "cpu",
-            "--batch-size", 4, "--eval-interval", 0]
-    run = Run(1, [*argv, "--out", tmp_path / "out", "--block-size", 5], tmp_path)
-    assert run.wait() == [0], run.read()
-    short, whole = load_model(tmp_path / "out/step-00000000"), load_model(trained / "step-00000004")
-    ids = torch.arange(5).view(1, 5)
-    assert torch.equal(short(ids), whole(ids)) and short.config.block_size == 5
-    run = Run(1, [*argv, "--out", tmp_path / "o", "--block-size", 9], tmp_path)
-    says = "hf, tensor transformer.wpe.weight: 8 positions; take --block-size 8"
-    assert run.wait() == [2] and says in run.read()
+def test_safetensors_opens_an_exported_file_and_finds_our_values(folders):
+    library = pytest.importorskip("safetensors.torch")
+    ours = dict(load_model(folders["gpt2"][0]).canonical_parameters())
+    theirs = library.load_file(folders["gpt2"][1] / MODEL)
+    for local in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):  # Conv1D
+        name = f"transformer.h.0.{local}.weight"
+        assert torch.equal(theirs[name], ours[name].t())
+    ours = dict(load_model(folders["untied"][0]).canonical_parameters())
+    theirs = library.load_file(folders["untied"][1] / MODEL)
+    for name, parts in (("attn.c_attn", "self_attn.q_proj self_attn.k_proj self_attn.v_proj"),
+                        ("mlp.c_fc", "mlp.gate_proj mlp.up_proj")):
+        rows = [theirs[f"model.layers.1.{part}.weight"] for part in parts.split()]
+        assert torch.equal(torch.cat(rows), ours[f"transformer.h.1.{name}.weight"])
 
 
-OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothing
-    "compiled": (lambda tensors: [tensors.update({"_orig_mod." + name: tensors.pop(name)})
-                                  for name in list(tensors)], ""),
-    "head only": (lambda tensors: tensors.pop("transformer.wte.weight"), ""),
-    "untied": (_untied, "lm_head.weight is not transformer.wte.weight; this model ties them"),
-    "deeper": (lambda tensors: tensors.update({"transformer.h.2.ln_1.weight": tensors[
-        "transformer.ln_f.weight"]}), "has transformer.h.2.ln_1.weight, which a model of these"),
-    "no bias": (lambda tensors: tensors.pop("transformer.ln_f.bias"),
-                "tensor transformer.ln_f.bias: missing"),
-    "narrow": (lambda tensors: tensors.update({"transformer.wpe.weight": (
-        (4, 16), tensors["transformer.wpe.weight"][1])}), "transformer.wpe.weight"),
-    "heads": (None, "config.json: its n_head is 4, here it is 2"),
-    "activation": (None, "config.json: its activation_function is relu, here it is gelu_new"),
-    "fewer words": (lambda tensors: [tensors.update({name: (
-        (66, 8), tensors[name][1][: -len(tensors[name][1]) // 67])}) for name in (
-            "transformer.wte.weight", "lm_head.weight")], "a vocabulary of 66, that of --data has"),
-    "nan": (lambda tensors: tensors.update({"transformer.ln_f.weight": (
-        (8,), np.full(8, np.nan).tobytes())}), "safetensors, tensor transformer.ln_f.weight: not "
-        "finite"),
-    "pickle": (None, "ckpt.pt: not a safetensors file"),
-}
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_from_an_exported_folder_begins_with_the_same_bits(kind, corpus, folders, tmp_path):
+    """The folder gives the sizes. A checkpoint's folder, and its file, have the same weights."""
+    before, exported = folders[kind]
+    words = f"--init-from {exported} --batch-size 4 --dtype float32 --out {tmp_path}"
+    argv = [*words.split(), "--data", corpus, "--block-size", "8", "--device", "cpu"]
+    for path in (exported, before, before / MODEL):
+        cfg = parse(argv)
+        check_layout(cfg, 1)
+        cfg.init_from = str(path)
+        shape = config_of(cfg, VOCAB)
+        trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.initial_values(cfg, shape, None))
+        again = checkpoint.save(trainer, 0)
+        assert (again / MODEL).read_bytes() == (before / MODEL).read_bytes()
 
 
-@pytest.mark.parametrize("how", OTHERS)
-def test_weights_of_others_are_taken_or_refused_in_one_line(corpus, trained, tmp_path, how):
-    change, says = OTHERS[how]
-    ours = trained / "step-00000004" / checkpoint.MODEL
-    path = shutil.copy(ours, tmp_path / ("ckpt.pt" if how == "pickle" else "model.safetensors"))
-    if how == "pickle":
-        torch.save({"transformer.wte.weight": torch.ones(67, 8)}, path)
-    if change:
-        rewrite(path, change)
-    elif how != "pickle":
-        value = {"heads": {"n_head": 4}, "activation": {"activation_function": "relu"}}[how]
-        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8}
-        (tmp_path / "config.json").write_text(json.dumps({**sizes, **value}))
-    run = Run(1, flags(corpus, tmp_path / "out", steps=0, init_from=path), tmp_path)
-    assert run.wait() == [2 if says else 0] and says in run.read(), run.read()
-    assert run.read().count("\n") == bool(says)
-    if not says:
-        assert (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes() == ours.read_bytes()
+def has_its_slices(rank, cfg, folder):
+    """Has this rank of a run that begins from cfg.init_from its slices of a checkpoint's model?"""
+    params = dict(load_model(folder).canonical_parameters())
+    shape = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), shape,
+                            train.initial_values(cfg, shape, None))
+    return all(torch.equal(weight, tag.slice(params[tag.name]))
+               for tag, weight in trainer.reducer.whole())
 
 
-def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained, tmp_path):
-    """nanoGPT's default has no biases: zeros. A shorter block takes the first positions."""
-    ours = trained / "step-00000004" / checkpoint.MODEL
-    path = shutil.copy(ours, tmp_path / "model.safetensors")
-    rewrite(path, lambda tensors: [tensors.pop(name) for name in list(tensors)
-                                   if name.endswith(".bias")])
-    model = load_model(trained / "step-00000004")
-    shapes = {name: p.shape for name, p in model.canonical_parameters()}
-    shapes["transformer.wpe.weight"] = torch.Size((5, 8))
-    get = read_weights(path, shapes, model.config)
-    for name, param in model.canonical_parameters():
-        want = torch.zeros_like(param) if name.endswith("bias") else param.data
-        assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
+@pytest.mark.parametrize("kind,layout", [("qwen3 untied", "--tp 2 --pp 2"),
+                                         ("gpt2", "--dp 2 --tp 2 --zero 3")])
+def test_each_rank_takes_its_slices_of_a_folder(kind, layout, corpus, folders, tmp_path):
+    words, sizes = KINDS[kind]
+    cfg = small(f"{words} {layout} --init-from {folders[kind][1]}", corpus, tmp_path, **sizes)
+    assert all(ranks(4, has_its_slices, cfg, folders[kind][0]))
 
 
-def test_tables_with_fewer_rows_than_columns_are_taken(tmp_path):
-    """A model of characters has 65 words, of 384 numbers each."""
-    model = build(GPTConfig(6, 8, 1, 2, 12))
-    path = tmp_path / "model.safetensors"
-    tensors = {name: param.data for name, param in model.canonical_parameters()}
-    export_file.write_weights(path, tensors)
-    get = read_weights(path, {name: x.shape for name, x in tensors.items()}, model.config)
-    assert all(torch.equal(get(name), x) for name, x in tensors.items())
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_our_logits_and_its_own_folder_is_read(kind, folders, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ours = load_model(folders[kind][0])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[kind][1]).float()
+    ids = torch.arange(16).view(2, 8) * 3 % VOCAB
+    expected = theirs(ids).logits
+    assert (ours(ids) - expected).norm() <= 1e-5 * expected.norm()  # float32
+    theirs.save_pretrained(tmp_path)
+    assert same(tmp_path, ours)
 
 
-def test_a_file_that_is_cut_off_after_its_header_was_read_is_named(trained, tmp_path):
-    path = shutil.copy(trained / "step-00000004" / checkpoint.MODEL, tmp_path)
-    model = load_model(trained / "step-00000004")
-    get = read_weights(path, {n: p.shape for n, p in model.canonical_parameters()}, model.config)
-    os.truncate(path, os.path.getsize(path) // 2)
-    with pytest.raises(tensorfile.CheckpointError, match=f"^{path}, tensor .*: cut off at the end"):
-        for name, _ in model.canonical_parameters():
-            get(name)
-
-
-LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4,
+SIZES = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4,
          "hidden_size": 64, "intermediate_size": 96}
-GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0,
+          "high_freq_factor": 4, "original_max_position_embeddings": 1048576}
 
 
 @pytest.mark.parametrize("given,want", [
-    ({}, GPT2_DEFAULTS), ({"model_type": "gpt2", "n_embd": 96}, {**GPT2_DEFAULTS, "n_embd": 96}),
-    ({"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 3,
-      "max_position_embeddings": 32}, {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32}),
-    ({"n_inner": 3072, "activation_function": "gelu_fast"}, GPT2_DEFAULTS),
-    ({"activation_function": "gelu_pytorch_tanh"}, GPT2_DEFAULTS),
-    (LLAMA, {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_hidden": 96, "n_kv_head": 4,
-             "norm_eps": 1e-6, "untied": True}),
-    ({**LLAMA, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
-        "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
-    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
-    ({**LLAMA, "model_type": "qwen3"}, {"head_dim": 128, "n_kv_head": 32}),
-    ({**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None},
-     {"arch": "qwen3", "head_dim": 0, "n_kv_head": 4}),
-    ({**LLAMA, "model_type": "qwen2"}, {"arch": "qwen2", "head_dim": 0, "n_kv_head": 32}),
-    ({**LLAMA, "model_type": "mistral", "sliding_window": None}, {"arch": "llama", "n_kv_head": 8}),
-    ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-     {"rope_theta": 500.0, "rope_scaling": ""}),
-], ids=str)
-def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    got = flags_of_folder(tmp_path)
+    (GPT2, {"arch": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16}),
+    ({**GPT2, "n_inner": 32, "activation_function": "gelu_pytorch_tanh"}, {"n_embd": 8}),
+    ({}, {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_hidden": 96, "n_kv_head": 4, "head_dim": 0,
+          "norm_eps": 1e-6, "untied": True, "rope_theta": 10000.0, "rope_scaling": ""}),
+    ({"rope_scaling": LLAMA3}, {"rope_scaling": "8.1234567,1,4,1048576"}),
+    ({"rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 500}}, {"rope_theta": 500.0}),
+    ({"model_type": "qwen2"}, {"arch": "qwen2", "head_dim": 0, "n_kv_head": 32}),
+    ({"model_type": "qwen3"}, {"arch": "qwen3", "head_dim": 128, "n_kv_head": 32}),
+    ({"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None},
+     {"head_dim": 0, "n_kv_head": 4}),
+    ({"model_type": "mistral", "sliding_window": None}, {"arch": "llama", "n_kv_head": 8})],
+    ids=str)
+def test_config_json_gives_the_sizes_as_transformers_reads_them(given, want, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **given}))
+    got = sizes_of(tmp_path)
     assert {name: got[name] for name in want} == want
     transformers = pytest.importorskip("transformers")
-    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(
-        given.get("model_type"), "GPT2")
-    theirs = getattr(transformers, f"{kind}Config").from_dict(given)
-    assert got["n_layer"] == theirs.num_hidden_layers and got["n_embd"] == theirs.hidden_size
-    assert got["n_head"] == theirs.num_attention_heads
-    if kind != "GPT2":
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert got["n_head"] == theirs.num_attention_heads and got["n_embd"] == theirs.hidden_size
+    if got["arch"] != "gpt2":
         assert got["n_kv_head"] == (theirs.num_key_value_heads or theirs.num_attention_heads)
-        width = getattr(theirs, "head_dim", None) or got["n_embd"] // got["n_head"]
-        assert (got["head_dim"] or got["n_embd"] // got["n_head"]) == width
-    else:
-        x = torch.linspace(-6, 6, 1001)
-        act = transformers.activations.ACT2FN[theirs.activation_function]
-        assert torch.allclose(act(x), F.gelu(x, approximate="tanh"), atol=1e-6)
 
 
 @pytest.mark.parametrize("given,says", [
-    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is dynamic"),
-    ({"model_type": "llama", "mlp_bias": True}, "its mlp_bias is True, here it is False"),
-    ({"model_type": "llama", "attention_bias": True}, "its attention_bias is True"),
-    ({"model_type": "llama", "hidden_act": "gelu"}, "its hidden_act is gelu, here it is silu"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True"),
-    ({"n_embd": 96, "n_inner": 3072}, "its n_inner is 3072"),
-    ({"layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06"),
     ({"model_type": "gemma"}, "its model_type is gemma; gpt2, llama, mistral, qwen2, qwen3 can"),
-    ({"model_type": "mistral"}, "its sliding_window is 4096, here it is None")], ids=str)
-def test_another_model_in_config_json_is_refused(given, says, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    with pytest.raises(ValueError, match=says):
-        flags_of_folder(tmp_path)
+    *(({"hidden_size": value}, f"its hidden_size is {value!r:.40}, not a whole number above 0, up")
+      for value in (None, 32.0, [32], True, "32", 0, 10**7, 10**400)),
+    ({"num_key_value_heads": 0}, "its num_key_value_heads is 0, not a whole number"),
+    ({"rms_norm_eps": None}, "its rms_norm_eps is None, not a number above 0"),
+    ({"rope_theta": float("nan")}, "its rope_theta is nan, not a number above 0"),
+    ({"rope_scaling": "default"}, "its rope_scaling is 'default', not an object"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "its rope_type is dynamic; default, "),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "its rope_scaling has partial_rotary_f"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "its factor is None, not a number above 0"),
+    ({"tie_word_embeddings": "yes"}, "its tie_word_embeddings is 'yes'; False or True can be"),
+    ({"mlp_bias": True}, "its mlp_bias is True; False can be read"),
+    ({"hidden_act": "gelu"}, "its hidden_act is 'gelu'; 'silu' or 'swish' can be read"),
+    ({"quantization_config": {"bits": 4}}, "its quantization_config is {'bits': 4}; None can"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "its layer_types is ['full_att"),
+    ({"model_type": "mistral"}, "its sliding_window is 4096; None can be read"),
+    ({"model_type": "qwen2", "use_sliding_window": True}, "its use_sliding_window is True; False"),
+    ({**GPT2, "activation_function": "gelu"}, "its activation_function is 'gelu'; 'gelu_new' or"),
+    ({**GPT2, "layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06; 1e-05 can be read"),
+    ({**GPT2, "n_inner": 64}, "its n_inner is 64; None or 32 can be read")],
+    ids=lambda x: str(x)[:60])
+def test_config_json_of_another_model_is_one_line_with_field_and_value(given, says, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SIZES, **given}))
+    with pytest.raises(ValueError) as error:
+        sizes_of(tmp_path)
+    assert str(error.value).startswith(f"{path}: {says}") and "\n" not in str(error.value)
 
 
-def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
-    new = tmp_path / "new"
-    said = export_file.export(trained / "step-00000004", new)
-    assert "without a tokenizer: the tokenizer of" in said and "256 tokens, the model 67" in said
-    model = load_model(trained / "step-00000004")
-    shapes = {name: p.shape for name, p in model.canonical_parameters()}
-    get = read_weights(new / "model.safetensors", shapes, model.config)
-    assert all(torch.equal(get(name), p.data) for name, p in model.canonical_parameters())
-    given = json.loads((new / "config.json").read_text())
-    assert given.items() >= {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8,
-                             "n_positions": 8, "vocab_size": VOCAB, "resid_pdrop": 0.0,
-                             "activation_function": "gelu_new"}.items()
+# ---- files of tensors ----
 
 
-def test_an_exported_file_has_gpt2s_names_shapes_and_values(trained, tmp_path):
-    export_file.export(trained / "step-00000004", tmp_path / "new")
-    path = tmp_path / "new" / "model.safetensors"
-    found, raw = tensorfile.read_header(path), path.read_bytes()
-    assert {name: entry.shape for name, entry in found.items()} == gpt2_shapes(VOCAB, 8, 2, 8)
-    for name, param in load_model(trained / "step-00000004").canonical_parameters():
-        entry = found[name.removeprefix("transformer.")]
-        values = np.frombuffer(raw[entry.begin : entry.end], "<f4").reshape(entry.shape)
-        want = param.detach().numpy()
-        assert np.array_equal(values, want.T if name.endswith(IN_OUT) else want), name
-    length = int.from_bytes(raw[:8], "little")  # transformers opens no file without the format
-    assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+def rewrite(path, change):
+    """A file of float32 again, with change({name: (shape, bytes)}) in it."""
+    data = path.read_bytes()
+    tensors = {name: (entry.shape, data[entry.begin : entry.end])
+               for name, entry in read_header(path).items()}
+    change(tensors)
+    head, _ = checkpoint.make_header({name: shape for name, (shape, _) in tensors.items()}, "F32")
+    path.write_bytes(head + b"".join(data for _, data in tensors.values()))
 
 
-def _export(rank, *args):
-    _main(rank, *args, program=export_file)
+def renamed(change):
+    return lambda tensors: [tensors.update({change(name): tensors.pop(name)})
+                            for name in list(tensors)]
 
 
-def test_an_export_to_a_full_disk_is_one_line_with_the_file(trained, tmp_path):
-    run = Run(1, ["--out", trained, "--to", tmp_path / "new"], tmp_path, limit=1000,
-              fn=_export)
-    says = f"export.py: {tmp_path}/new.part/model.safetensors: File too large\n"
-    assert run.wait() == [2] and run.read() == says
+def put(name, shape, data):
+    return lambda tensors: tensors.update({name: (shape, np.array(data, "<f4").tobytes())})
 
 
-@pytest.mark.parametrize("name", ["h.0.attn.c_attn.lora_A", "h.0.attn.gate.weight", "extra"])
-def test_a_parameter_that_llama_lacks_is_named(name):
-    with pytest.raises(ValueError, match=f"has no tensor for transformer.{name}$"):
-        llama_names(f"transformer.{name}", LlamaConfig(VOCAB))
+def longer(tensors):
+    _, data = tensors["transformer.wpe.weight"]
+    tensors["transformer.wpe.weight"] = (9, 16), data + bytes(64)
 
 
-def test_config_json_of_a_llama_says_how_long_its_sequences_are():
-    """max_position_embeddings: no less than it was trained on; and whole numbers."""
-    config = LlamaConfig(VOCAB, block_size=4096, rope_scaling="8,1,4,8192")
-    written = config_json(config, None, {"max_position_embeddings": 64})
-    numbers = (written["max_position_embeddings"],
-               written["rope_scaling"]["original_max_position_embeddings"])
-    assert repr(numbers) == "(4096, 8192)"
+@pytest.mark.parametrize("change", [
+    renamed(lambda name: f"_orig_mod.{name}"),  # nanoGPT's own, compiled
+    renamed(lambda name: f"module.{name.replace('.attn.', '.attn._checkpoint_wrapped_module.')}"),
+    renamed(lambda name: name.removeprefix("transformer.")),
+    longer,
+    lambda tensors: tensors.pop("transformer.wte.weight"),  # the head alone
+    lambda tensors: tensors.pop("lm_head.weight"),
+    put("transformer.h.0.attn.bias", (1, 1, 2, 2), [1, 0, 1, 1])])
+def test_a_file_under_nanogpts_names_is_read(change, folders, tmp_path):
+    path = shutil.copy(folders["gpt2"][0] / MODEL, tmp_path / "weights.safetensors")
+    rewrite(path, change)
+    assert same(path, load_model(folders["gpt2"][0]))
 
 
-def test_numbers_of_a_file_begin_at_a_multiple_of_8_bytes():
-    """Some readers map a file into memory, and read float64 in place."""
-    for n in range(1, 9):
-        head, entries = tensorfile.make_header({"a" * n: torch.Size((3,))}, "F64")
-        assert len(head) % 8 == 0 == entries["a" * n].begin % 8
+def test_biases_that_nanogpt_leaves_out_are_zeros(folders, tmp_path):
+    path = shutil.copy(folders["gpt2"][0] / MODEL, tmp_path / "weights.safetensors")
+    rewrite(path, lambda tensors: [tensors.pop(name) for name in list(tensors)
+                                   if name.endswith(".bias")])
+    model = load_model(folders["gpt2"][0])
+    for name, param in model.canonical_parameters():
+        if name.endswith(".bias"):
+            param.data.zero_()
+    assert same(path, model)
 
 
-def test_a_header_may_be_as_long_as_in_the_safetensors_library(tmp_path, monkeypatch):
-    path = tmp_path / "a.safetensors"
-    library = pytest.importorskip("safetensors")
-    for length in (tensorfile.MAX_HEADER, tensorfile.MAX_HEADER + 1):
-        path.write_bytes(length.to_bytes(8, "little") + b" " * 100)  # refused: it ends too early
-        with pytest.raises(library.SafetensorError) as error:
-            library.safe_open(path, "pt")
-        assert ("too large" in str(error.value)) == (length > tensorfile.MAX_HEADER)
-    head, entries = tensorfile.make_header({"a": torch.Size((3,))}, "F64", path)
-    path.write_bytes(head + bytes(24))
-    monkeypatch.setattr(tensorfile, "MAX_HEADER", len(head) - 8)
-    assert tensorfile.read_header(path) == entries
-    monkeypatch.setattr(tensorfile, "MAX_HEADER", len(head) - 9)
-    with pytest.raises(tensorfile.CheckpointError, match="not a safetensors file, or its header"):
-        tensorfile.read_header(path)
+def in_several_files(exported, folder, code="F32"):
+    """The same weights as save_pretrained writes a large model: several files and an index."""
+    folder.mkdir()
+    shutil.copy(exported / "config.json", folder)
+    entries = read_header(exported / MODEL)
+    file_of = {}
+    for i in range(2):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        tensors = {name: checkpoint.read_tensor(entry).to(DTYPES[code])
+                   for name, entry in list(entries.items())[i::2]}
+        head, _ = checkpoint.make_header({n: x.shape for n, x in tensors.items()}, code)
+        body = [x.view(torch.uint8).numpy().tobytes() for x in tensors.values()]
+        (folder / file).write_bytes(head + b"".join(body))
+        file_of.update(dict.fromkeys(tensors, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    return folder
 
 
-@pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256),
-                                       (65536, None)])
-def test_gpt2s_own_tokenizer_ends_a_text_with_token_50256(words, end, tmp_path, monkeypatch):
-    """A vocabulary of 50256 tokens has no such token, one of 65,536 is another tokenizer's."""
-    model = build(GPTConfig(words, 8, 1, 1, 2))
-    monkeypatch.setattr(export_file, "load_model", lambda folder: model)
-    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: {"data": "nowhere"})
-    assert "without a tokenizer" in export_file.export("a", tmp_path / "new")
-    assert json.loads((tmp_path / "new/config.json").read_text())["eos_token_id"] == end
+@pytest.mark.parametrize("code", ["BF16", "F16"])
+def test_several_files_of_16_bits_are_read(code, folders, tmp_path):
+    folder = in_several_files(folders["untied"][1], tmp_path / "several", code)
+    assert same(folder, load_model(folders["untied"][0]).to(DTYPES[code]))
 
 
-def test_hugging_faces_gpt2_computes_our_logits(trained, tmp_path):
-    new = tmp_path / "new"
-    export_file.export(trained / "step-00000004", new)
-    model = load_model(trained / "step-00000004")
-    theirs = pytest.importorskip("transformers").GPT2LMHeadModel.from_pretrained(new).eval()
-    ids = torch.arange(8).view(1, 8)
-    with torch.no_grad():
-        assert (theirs(ids).logits - model(ids)).abs().max() < 1e-5
+NORM, WPE = "transformer.ln_f.weight", "transformer.wpe.weight"
+TENSORS = {  # what becomes of the tensors of a GPT-2: what is said
+    "missing": (lambda tensors: tensors.pop(NORM), f"tensor {NORM}: missing"),
+    "one bias": (lambda tensors: tensors.pop("transformer.ln_f.bias"), "ln_f.bias: missing"),
+    "superfluous": (put("transformer.h.2.ln_1.weight", (16,), [1] * 16),
+                    "tensor transformer.h.2.ln_1.weight: a model of these flags has none"),
+    "wrong shape": (put(NORM, (4, 4), [1] * 16), f"tensor {NORM}: F32 [4, 4], not "),
+    "no shape": (put(WPE, (), [1]), f"tensor {WPE}: F32 [], not "),
+    "few positions": (put(WPE, (7, 16), [1] * 112), f"tensor {WPE}: F32 [7, 16], not "),
+    "untied": (put("lm_head.weight", (VOCAB, 16), [1] * 16 * VOCAB),
+               "tensor lm_head.weight: not the embedding, but this model ties them"),
+    "nan": (put(NORM, (16,), [1] * 15 + [np.nan]), f"tensor {NORM}: not finite")}
 
 
-@pytest.mark.parametrize("meta,says", [
-    ({"vocab_size": 49152}, "its vocab_size is 49152, GPT-2's tokenizer has 50257 tokens"),
-    ({"vocab_size": 50304, "tokenizer": "gpt2"}, "its vocab_size is 50304, GPT-2's"),
-    ({"vocab_size": 50257, "tokenizer": "HuggingFaceTB/SmolLM-135M"},
-     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2 and bytes can")])
-def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("takes GPT-2's words"))
-    shutil.copytree(corpus, tmp_path / "data")
-    (tmp_path / "data/meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=f"meta.json: {says}"):
-        load_tokenizer(tmp_path / "data")
-    assert Data(config(str(tmp_path / "data"))).vocab_size == meta["vocab_size"]  # can be trained
+@pytest.mark.parametrize("how", TENSORS)
+def test_other_tensors_than_the_models_are_refused_by_name(how, folders, tmp_path):
+    change, says = TENSORS[how]
+    path = shutil.copy(folders["gpt2"][0] / MODEL, tmp_path / "weights.safetensors")
+    rewrite(path, change)
+    with pytest.raises(ValueError) as error:
+        same(path, load_model(folders["gpt2"][0]))
+    said = str(error.value)
+    assert said.startswith(f"{path}, ") and says in said and "\n" not in said, said
 
 
-def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, tmp_path, capsys,
-                                                                       monkeypatch):
-    folder = shutil.copytree(trained / "step-00000004", tmp_path / "one")
-    (folder / checkpoint.MANIFEST).write_text("{}")
-    for argv in (["sample.py", "--out", folder], ["export.py", "--out", folder, "--to", "new"]):
-        main = sample.main if argv[0] == "sample.py" else export_file.main
-        error = one_line(main, argv, capsys, monkeypatch)
-        assert "manifest.json: damaged (it has no seal); take another checkpoint" in error
+def edited(name, **given):
+    """A function that changes fields of a JSON file in a folder."""
+    def edit(folder):
+        content = json.loads((folder / name).read_text())
+        content.update(given)
+        (folder / name).write_text(json.dumps(content))
+    return edit
 
 
-def test_hugging_faces_tokenizers_opens_ours(tmp_path):
-    text = "a = aa + aaa  # 3 + 33\n\n\tif a: 'héß 你好 😀'\n" * 40
-    (tmp_path / "text").write_text(text)
-    prepare([tmp_path / "text"], tmp_path / "data", vocab_size=280)
-    files, end = tokenizer_files(tmp_path / "data", GPTConfig(280))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(files["tokenizer.json"]))
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
-        ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
-        assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
+def spoiled(old, new):
+    """A function that changes bytes of the tensors' file in a folder."""
+    def spoil(folder):
+        data = (folder / MODEL).read_bytes()
+        assert old in data
+        (folder / MODEL).write_bytes(data.replace(old, new, 1))
+    return spoil
 
 
-def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tmp_path, capsys,
-                                                                      monkeypatch):
-    """save() writes none; a file from elsewhere may have some, under right checksums."""
-    cfg = config(corpus, n_layer=1, microbatches=1, out=str(tmp_path))
-    trainer = train.Trainer(cfg, Mesh(dp=1), VOCAB)
-    trainer.reducer.weights[-1].view(-1)[-1] = math.nan
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "is_finite", lambda trainer: True)
-        folder = checkpoint.save(trainer, 1)
-    says = f"{folder}: {trainer.reducer.tags[-1].name} is not finite; take an earlier checkpoint"
-    with pytest.raises(tensorfile.CheckpointError) as error:
-        load_model(folder)
-    assert str(error.value) == says
-    assert says in one_line(sample.main, ["sample.py", "--out", folder], capsys, monkeypatch)
+def cut(folder):
+    os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 2)
 
 
-def test_no_experts_of_a_llama_are_built_that_are_larger_than_their_file(
-        corpus, tmp_path, monkeypatch):
-    cfg = config(corpus, n_layer=1, microbatches=1, arch="llama", n_kv_head=2, n_hidden=38,
-                 experts=2, out=str(tmp_path))
-    folder = checkpoint.save(train.Trainer(cfg, Mesh(dp=1), VOCAB), 1)
-    assert load_model(folder).config.n_hidden == 38
+def pickled(folder):
+    (folder / MODEL).rename(folder / "pytorch_model.bin")
+
+
+def named(file):
+    return edited(INDEX, weight_map={"model.norm.weight": file})
+
+
+DAMAGES = {  # what happens to a folder of an untied Llama: what the run says
+    "damaged header": (spoiled(b'"shape"', b'"shape}'), "header is damaged"),
+    "overlapping": (spoiled(b'offsets": [4288', b'offsets": [4284'),
+                    "tensor model.layers.0.input_layernorm.weight: "),
+    "cut": (cut, "cut off at the end of the file"),
+    "a pickle": (pickled, "pytorch_model.bin: a pickle, which may run code, is never loaded"),
+    "no file": (lambda folder: (folder / MODEL).unlink(), "model.safetensors: No such file"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+    "other heads": (edited("config.json", num_key_value_heads=4), "k_proj.weight: F32 [8, 16], "),
+    "deeper": (edited("config.json", num_hidden_layers=3), "tensor model.layers.2."),
+    "tied": (edited("config.json", tie_word_embeddings=True), "lm_head.weight: not the embeddi"),
+    "another arch": (edited("config.json", model_type="qwen3"), "q_norm.weight: missing"),
+    "an index of no file": (named("b.safetensors"), "b.safetensors: No such file"),
+    "an index of nothing": (edited(INDEX, weight_map=7), f"{INDEX}: its weight_map is 7, not an "),
+    "an index out": (named("../a"), f"{INDEX}: its model.norm.weight is '../a', not a file's n"),
+    "an index to a device": (named("/dev/zero"), "weight is '/dev/zero', not a file's name"),
+    "an index of zeros": (named("a\0b"), "not a file's name"),
+    "an index of numbers": (named(7), "its model.norm.weight is 7, not a file's name")}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_folder_is_one_line_with_file_and_tensor(how, corpus, folders, tmp_path):
+    damage, says = DAMAGES[how]
+    copy = in_several_files if how.startswith("an index") else shutil.copytree
+    folder = copy(folders["untied"][1], tmp_path / "folder")
+    damage(folder)
+    with pytest.raises(ValueError) as error:
+        cfg = parse(["--init-from", str(folder)])
+        check_layout(cfg, 1)
+        shape = config_of(cfg, VOCAB)
+        shapes = shapes_of(on_meta(shape))
+        value = values(folder, shapes, shape)
+        [value(name) for name in shapes]
+    said = str(error.value)
+    assert said.startswith(str(folder)) and says in said and "\n" not in said, said
+
+
+def test_train_py_refuses_files_in_one_line_and_runs_no_pickle(corpus, folders, tmp_path):
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"model": Code()}, tmp_path / "ckpt.pt")  # nanoGPT's own
+    folder = shutil.copytree(folders["untied"][1], tmp_path / "cut")
+    cut(folder)
+    other = shutil.copytree(folders["untied"][1], tmp_path / "other")
+    edited("config.json", hidden_act="gelu")(other)
+    for path, says in ((tmp_path / "ckpt.pt", "a pickle, which may run code, is never load"),
+                       (folder / MODEL, "cut off at the end of the file"),
+                       (other, "its hidden_act is 'gelu'; 'silu' or ")):
+        line = refused("train.py", *flags(corpus, tmp_path / "out", init_from=path, tp=2))
+        assert line.startswith(f"train.py: {path}") and says in line
+    assert not (tmp_path / "ran").exists()
+
+
+def test_sizes_that_no_shape_shows_are_compared_with_config_json(folders, tmp_path):
+    for kind, given, says in (("gpt2", {"n_head": 2}, "its n_head is 2, this run's is 4"),
+                              ("llama", {"rope_theta": 9}, "its rope_theta is 9.0, this run's")):
+        folder = shutil.copytree(folders[kind][1], tmp_path / kind)
+        edited("config.json", **given)(folder)
+        with pytest.raises(checkpoint.CheckpointError, match=f"{folder}: {says}"):
+            same(folder, load_model(folders[kind][0]))
+
+
+PLACES = {  # what lies in the place of a file: how it comes there
+    "a pipe": os.mkfifo, "a device": lambda path: os.symlink("/dev/zero", path),
+    "a folder": os.mkdir, "nothing": Path.touch,
+    "zeros": lambda path: (path.touch(), os.truncate(path, 40 * 10**9))}  # none on the disk
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name,read", [
+    ("config.json", sizes_of), (INDEX, read_entries), (MODEL, read_entries),
+    (MANIFEST, checkpoint.read_manifest)], ids=["config", "index", "tensors", "manifest"])
+def test_what_is_no_file_of_its_kind_is_refused_by_its_name(place, name, read, tmp_path):
+    PLACES[place](tmp_path / name)
+    with pytest.raises((ValueError, OSError)) as error:
+        read(tmp_path)
+    assert str(tmp_path / name) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind,forged", [
+    ("gpt2", {"n_layer": 10**7}), ("gpt2", {"n_embd": 10**7}), ("gpt2", {"n_experts": 10**7}),
+    ("gpt2", {"vocab_size": 10**9}), ("llama", {"n_hidden": 10**9}), ("gpt2", {"n_layer": "two"}),
+    ("gpt2", {"n_head": 0}), ("llama", {"head_dim": -2})], ids=str)
+def test_a_forged_manifest_builds_no_model_that_is_larger_than_its_file(kind, forged, folders,
+                                                                        tmp_path):
+    folder = shutil.copytree(folders[kind][0], tmp_path / "one")
     manifest = checkpoint.read_manifest(folder)
-    manifest["model"]["n_hidden"] = 2**30
-    manifest["seal"] = checkpoint.seal(manifest)
-    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    monkeypatch.setattr(weights, "kind_of", lambda config: pytest.fail("builds it"))
-    with pytest.raises(tensorfile.CheckpointError, match="tensor .*experts.c_fc.weight"):
+    manifest["model"].update(forged)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    says = f"^{folder}/({MODEL}, tensor transformer|{MANIFEST}: damaged, no model has its sizes)"
+    with pytest.raises(checkpoint.CheckpointError, match=says):
         load_model(folder)
+
+
+# ---- export ----
+
+
+def test_what_cannot_be_exported_is_one_line_and_writes_nothing(corpus, folders, tmp_path, capsys,
+                                                                monkeypatch):
+    usual = shutil.copytree(folders["gpt2"][0], tmp_path / "step-00000001")
+    (tmp_path / "e").mkdir()
+    mixture = saved(small("--experts 4", corpus, tmp_path / "e"))
+    before = sorted(tmp_path.rglob("*"))
+    for out, to, says in (
+            (usual, usual, f"--to {usual} is the place of a checkpoint; name another folder"),
+            (usual, usual / "hf", "is the place of a checkpoint"),
+            (usual, tmp_path / "step-00000002", "is the place of a checkpoint"),
+            (usual, tmp_path / "e", f"{tmp_path}/e: File exists"),
+            (mixture, tmp_path / "hf", f"{mixture}: has experts"),
+            (tmp_path / "none", tmp_path / "hf", "none: no complete checkpoint there")):
+        argv = ["weights.py", "--out", out, "--to", to]
+        assert says in said_by(weights.main, argv, capsys, monkeypatch)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # ---- sampling ----
 
 
-@pytest.fixture(scope="module")
-def of_bytes(tmp_path_factory):
-    """The folder of a checkpoint of an untrained model, whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("bytes")
-    (folder / "text").write_text("def f(x): return x\n" * 100)
-    (folder / "out").mkdir()
-    prepare([folder / "text"], folder / "data", "bytes")
-    cfg = config(str(folder / "data"), n_layer=1, microbatches=1, out=str(folder / "out"))
-    checkpoint.save(train.Trainer(cfg, Mesh(dp=1), 256), 0, folder / "data")
-    return folder / "out"
+@pytest.mark.parametrize("shape", [
+    GPTConfig(VOCAB, 8, 2, 2, 12), GPTConfig(VOCAB, 8, 2, 2, 12, n_experts=4),
+    LlamaConfig(VOCAB, 8, 2, 6, 24, n_kv_head=2, n_hidden=38, tied=False),
+    LlamaConfig(VOCAB, 8, 2, 6, 24, n_kv_head=2, n_hidden=38, head_dim=6, qk_norm=True)])
+def test_sampling_with_kept_keys_is_sampling_without_them(shape):
+    model = build(shape, dtype=torch.double, kind=kind_of(shape))
+    for param in model.parameters():
+        param.data.mul_(5)  # so that positions matter
+    got = sample.generate(model, [1, 2, 3], 12, samples=3, temperature=5.0, top_k=20)
+    out, rng = torch.tensor([[1, 2, 3]] * 3), torch.Generator().manual_seed(1337)
+    for _ in range(12):  # beyond the window of 8
+        top, index = model(out[:, -8:])[:, -1].topk(20)
+        pick = torch.multinomial((top / 5).softmax(1), 1, generator=rng)
+        out = torch.cat([out, index.gather(1, pick)], 1)
+    assert out.tolist() == got and got[0] != got[1]
 
 
-def test_a_seed_decides_all_draws_of_sample(of_bytes, capsys, monkeypatch):
+def test_a_seed_decides_all_draws_of_sample(tmp_path, capsys, monkeypatch):
+    (tmp_path / "text").write_text("def f(x): return x\n" * 100)
+    prepare([tmp_path / "text"], tmp_path / "data", "bytes")
+    cfg = small("", str(tmp_path / "data"), tmp_path)
+    shape = config_of(cfg, 256)
+    trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.from_seed(shape, 0))
+    checkpoint.save(trainer, 0, tmp_path / "data")
+
     def said(*more):
-        argv = ["sample.py", "--out", of_bytes, "--max-tokens", 20, "--samples", 2, *more]
+        argv = ["sample.py", "--out", tmp_path, "--max-tokens", 20, "--samples", 2, *more]
         monkeypatch.setattr(sys, "argv", list(map(str, argv)))
-        with as_it_was():
-            sample.main()
-        out = capsys.readouterr().out
-        assert out.count("def ") == out.count("\n---\n") == 2
-        return out
+        capsys.readouterr()
+        sample.main()
+        return capsys.readouterr().out
 
     usual = said()
+    assert usual.count("def ") == usual.count("\n---\n") == 2
     assert said("--seed", 1337) == usual and said("--seed", 1) != usual
     assert said("--seed", 1) == said("--seed", 1)
     assert said("--top-k", 1) == said("--temperature", 0) != usual  # both: the likeliest
-
-
-def test_sample_takes_a_prompt_and_the_models_own_tokenizer(trained, of_bytes, capsys, monkeypatch):
-    for argv, says in ((["--out", of_bytes, "--prompt", ""], "--prompt '' must not be empty"),
-                       (["--out", trained], "the tokenizer has 256 tokens, the model 67; --data")):
-        assert says in one_line(sample.main, ["sample.py", *argv], capsys, monkeypatch)
-
-
-def test_top_k_0_draws_from_all_tokens_and_k_from_the_k_likeliest():
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.arange(200.0).div(1000).expand(4000, 200)  # almost equally likely
-    for top_k, drawn in ((0, range(200)), (3, (197, 198, 199)), (500, range(200))):
-        picks = sample.pick_tokens(logits, 1.0, top_k, rng)
-        assert picks.unique().tolist() == [*drawn]
-    coldest = sample.pick_tokens(torch.tensor([[1.0, 3.0, 2.0]]), 1e-308, 0, rng)
-    assert coldest.tolist() == [[1]]  # the likeliest, and no overflow
-
-
-@pytest.mark.parametrize("experts", [0, 4])
-def test_sampling_with_kept_keys_is_sampling_without_them(trained, experts):
-    model, ids = load_model(trained / "step-00000004").double(), [1, 2, 3]
-    if experts:
-        shape = GPTConfig(VOCAB, 8, 2, 2, 12, n_experts=experts)
-        model = build(shape, dtype=torch.double, kind=kind_of(shape))
-    got = sample.generate(model, ids, 12, samples=3, top_k=20)  # beyond the window of 8
-    out, rng = torch.tensor([ids] * 3), torch.Generator().manual_seed(1337)
-    for _ in range(12):
-        top, index = model(out[:, -8:])[:, -1].topk(20)
-        pick = torch.multinomial((top / 0.8).softmax(1), 1, generator=rng)
-        out = torch.cat([out, index.gather(1, pick)], 1)
-    assert out.tolist() == got and got[0] != got[1]
+    argv = ["sample.py", "--out", tmp_path, "--prompt", ""]
+    assert "--prompt '' must not be empty" in said_by(sample.main, argv, capsys, monkeypatch)
