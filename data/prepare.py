@@ -35,10 +35,12 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.request import urlopen
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's folder
+
 import numpy as np
 
-if not __package__:  # python data/prepare.py: the project's folder is not on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.files import open_file
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
@@ -142,8 +144,8 @@ def train_and_val(docs):
     and large, each text is cut at a line instead.
 
     A text that repeats is kept as often as it occurs, and all its copies go the same way: the model
-    would know a text of val by heart that stands in train, too. Each text counts once when the
-    bytes are divided, so repeating a text changes no other text's way."""
+    would know a text of val by heart that stands in train, too. Where the bytes are divided, each
+    text counts once."""
     texts = [text + "\n" for _, text in sorted(docs) if text.strip()]
     copies = Counter(texts)
     texts = list(copies)
@@ -378,5 +380,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     main()
