@@ -24,7 +24,7 @@ from data.files import read_json
 from data.prepare import BYTES, PATTERN, learn_bpe, prepare, read_source, train_and_val
 from model import ABSENT
 from tests.harness import HERE, VOCAB, config
-from tests.runs import command, one_line, random_corpus
+from tests.runs import one_line, random_corpus
 
 FIX = "; python data/prepare.py SOURCE --out {} writes this folder"
 
@@ -125,89 +125,64 @@ def test_the_first_process_of_a_machine_prepares_a_corpus_and_the_others_wait(
 # ---- what is no data ----
 
 
-def put(name, content):
-    def change(folder):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).write_bytes(content)
-    return change
-
-
-def put_tokens(name, tokens, dtype="<u2"):
-    return put(name, np.array(tokens).astype(dtype).tobytes())
-
-
-def put_meta(**values):
-    return lambda folder: (folder / "meta.json").write_text(json.dumps({"vocab_size": 67} | values))
-
-
-def put_vocabulary(content, size=256):
-    def change(folder):
-        put("vocab.tiktoken", content)(folder)
-        put_meta(tokenizer="bpe", vocab_size=size)(folder)
-    return change
-
-
-def in_place_of(name, make):
-    def change(folder):
-        (folder / name).unlink(missing_ok=True)
-        make(folder / name)
-    return change
-
-
 def zeros(path):
     path.touch()
     os.truncate(path, 40 * 10**9)  # which take no place on the disk
 
 
 LINES = b"".join(b"%s %d\n" % (base64.b64encode(byte), rank) for byte, rank in BYTES.items())
-NO_DATA = {
-    "missing": (lambda folder: (folder / "val.bin").unlink(), "val.bin: No such file or directory"),
-    "empty folder": (lambda folder: [path.unlink() for path in folder.iterdir()],
-                     ": no prepared data there"),
-    "cut": (put("train.bin", b"123"), "train.bin is truncated: 3 bytes are no whole number"),
-    "empty": (put("train.bin", b""), "train.bin is truncated: 0 bytes"),
-    "pipe": (in_place_of("train.bin", os.mkfifo), "train.bin is not a regular file"),
-    "other size": (put_meta(val_tokens=701), "val.bin does not fit its meta.json: 1400 bytes for "
-                                             "701 tokens of uint16"),
-    "size is text": (put_meta(val_tokens="7"), "val.bin does not fit its meta.json"),
-    "beyond": (put_tokens("val.bin", [67] * 99), "val.bin holds token id 67, but the vocabulary"),
-    "64 bits": (put_tokens("train.bin", [5] * 99, "<i8"), "train.bin: every second token is 0"),
-    "meta device": (in_place_of("meta.json", lambda path: path.symlink_to("/dev/zero")),
-                    "meta.json is not a regular file"),
-    "meta folder": (in_place_of("meta.json", os.mkdir), "meta.json is not a regular file"),
-    "meta zeros": (in_place_of("meta.json", zeros), "meta.json: larger than 64 MiB"),
-    "meta deep": (put("meta.json", b"[" * 10**5), "meta.json: nested too deep"),
-    "meta list": (put("meta.json", b"[1]"), "meta.json: not a JSON object"),
-    "meta bytes": (put("meta.json", b"\xff\xfe\n"), "meta.json: not JSON ("),
-    "no size": (put("meta.json", b"{}"), "meta.json: vocab_size is None, not a whole number from"),
-    "float": (put_meta(vocab_size=67.0), "vocab_size is 67.0, not a whole number"),
-    "huge": (put_meta(vocab_size=10**12), "vocab_size is 1000000000000, not a whole number"),
-    "no bytes": (put_meta(bytes_per_token=0), "bytes_per_token is 0, not a number above 0"),
-    "no gzip": (put_meta(gzip_bits_per_byte=[]), "gzip_bits_per_byte is [], not a number above 0"),
-    "more words": (put_meta(tokenizer="bytes", vocab_size=300),
-                   "vocab_size is 300, but its tokenizer (bytes) has 256 tokens"),
-    "pattern": (put_meta(tokenizer="bytes", pattern=""), "pattern is not data/prepare.py's"),
-    "no words": (put_meta(tokenizer="bpe"), "vocab.tiktoken: No such file or directory"),
-    "zeros": (in_place_of("vocab.tiktoken", zeros), "vocab.tiktoken: larger than 64 MiB"),
-    "garbage": (put_vocabulary(LINES + b"\0\xff\n"), "line 257 is b'\\x00\\xff', not a new token"),
-    "no base64": (put_vocabulary(LINES + b"~~ 256\n"), "line 257 is b'~~ 256', not a new token"),
-    "twice": (put_vocabulary(LINES + b"AA== 256\n"), "line 257 is b'AA== 256', not a new token"),
-    "a gap": (put_vocabulary(LINES + b"AAAA 257\n"), "line 257 is b'AAAA 257', not a new token"),
-    "a byte less": (put_vocabulary(LINES[:-9]), "vocab.tiktoken: not every byte is a token"),
-}
+SIXES = np.full(99, 6)
+# What lies in the place of a file: bytes, values for meta.json, None (nothing), or whatever the
+# function makes there
+NO_DATA = [
+    ("val.bin", None, "val.bin: No such file or directory"),
+    ("train.bin", b"123", "train.bin is truncated: 3 bytes are no whole number of uint16"),
+    ("train.bin", b"", "train.bin is truncated: 0 bytes"),
+    ("train.bin", os.mkfifo, "train.bin is not a regular file"),
+    ("train.bin", SIXES.astype("<i8").tobytes(), "train.bin: every second token is 0"),
+    ("val.bin", (SIXES + 61).astype("<u2").tobytes(), "val.bin holds token id 67, but the vocab"),
+    ("meta.json", {"val_tokens": 701}, "val.bin does not fit its meta.json: 1400 bytes for 701 "),
+    ("meta.json", {"val_tokens": "7"}, "val.bin does not fit its meta.json"),
+    ("meta.json", lambda path: path.symlink_to("/dev/zero"), "meta.json is not a regular file"),
+    ("meta.json", os.mkdir, "meta.json is not a regular file"),
+    ("meta.json", zeros, "meta.json: larger than 64 MiB"),
+    ("meta.json", b"[" * 10**5, "meta.json: nested too deep"),
+    ("meta.json", b"[1]", "meta.json: not a JSON object"),
+    ("meta.json", b"\xff\xfe\n", "meta.json: not JSON ("),
+    ("meta.json", b"{}", "meta.json: vocab_size is None, not a whole number from 1 to 2^31"),
+    ("meta.json", {"vocab_size": 67.0}, "vocab_size is 67.0, not a whole number"),
+    ("meta.json", {"vocab_size": 10**12}, "vocab_size is 1000000000000, not a whole number"),
+    ("meta.json", {"bytes_per_token": 0}, "bytes_per_token is 0, not a number above 0"),
+    ("meta.json", {"gzip_bits_per_byte": []}, "gzip_bits_per_byte is [], not a number above 0"),
+    ("meta.json", {"vocab_size": 300}, "vocab_size is 300, but its tokenizer (bytes) has 256"),
+    ("meta.json", {"pattern": ""}, "pattern is not data/prepare.py's PATTERN"),
+    ("vocab.tiktoken", None, "vocab.tiktoken: No such file or directory"),
+    ("vocab.tiktoken", zeros, "vocab.tiktoken: larger than 64 MiB"),
+    ("vocab.tiktoken", b"\0\xff", "vocab.tiktoken: line 1 is b'\\x00\\xff', not a new token in"),
+    ("vocab.tiktoken", LINES + b"~~ 256", "vocab.tiktoken: line 257 is b'~~ 256', not a new token"),
+    ("vocab.tiktoken", LINES + b"AA== 256", "vocab.tiktoken: line 257 is b'AA== 256', not a new"),
+    ("vocab.tiktoken", LINES + b"AAAA 257", "vocab.tiktoken: line 257 is b'AAAA 257', not a new"),
+    ("vocab.tiktoken", LINES[:-9], "vocab.tiktoken: not every byte is a token")]
 
 
-@pytest.mark.parametrize("how", NO_DATA)
-def test_what_is_no_data_is_one_line_with_file_value_and_fix(how, corpus, tmp_path):
-    folder = shutil.copytree(corpus, tmp_path / "data")
-    put_meta(tokenizer="bpe" if how == "zeros" else "bytes")(folder)
-    change, says = NO_DATA[how]
-    change(folder)
+@pytest.mark.parametrize("name,content,says", NO_DATA, ids=lambda x: str(x)[:40])
+def test_what_is_no_data_is_one_line_with_file_value_and_fix(
+        name, content, says, corpus, tmp_path):
+    path = shutil.copytree(corpus, tmp_path / "data") / name
+    meta = {"vocab_size": 67, "tokenizer": "bpe" if name == "vocab.tiktoken" else "bytes"}
+    (path.parent / "meta.json").write_text(json.dumps(meta))
+    path.unlink(missing_ok=True)
+    if isinstance(content, dict):
+        content = json.dumps(meta | content).encode()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content:
+        content(path)
     with pytest.raises(ValueError) as error:
-        Data(config(str(folder)))
+        Data(config(str(path.parent)))
     said = str(error.value)
-    assert said.startswith(str(folder)) and says in said and "\n" not in said, said
-    assert said.endswith(FIX.format(folder)), said
+    assert said.startswith(f"{path.parent}/") and says in said and "\n" not in said, said
+    assert said.endswith(FIX.format(path.parent)), said
 
 
 def test_a_fix_names_the_flag_or_the_corpus(tmp_path, corpus, monkeypatch, capsys):
@@ -367,29 +342,10 @@ def test_what_prepare_cannot_do_is_one_line(words, says, tmp_path, capsys, monke
     assert says in one_line(prepare_file.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("stdout", ["full", "gone", "closed"])
+@pytest.mark.parametrize("stdout", ["> /dev/full", "| true", ">&-"])
 def test_prepare_does_its_work_where_nobody_can_read_what_it_says(stdout, tmp_path):
     texts = write_texts(tmp_path / "texts")
-    words = [HERE / "data/prepare.py", texts, "--out", tmp_path / "out"]
-    if stdout == "closed":
-        shell = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, *words]
-        run = subprocess.run(shell, stderr=subprocess.PIPE)
-    elif stdout == "full":
-        with open("/dev/full", "w") as full:
-            run = subprocess.run([sys.executable, *words], stdout=full, stderr=subprocess.PIPE)
-    else:
-        reader, writer = os.pipe()
-        os.close(reader)
-        run = subprocess.run([sys.executable, *words], stdout=writer, stderr=subprocess.PIPE)
-        os.close(writer)
+    line = f"{sys.executable} data/prepare.py {texts} --out {tmp_path}/out {stdout}"
+    run = subprocess.run(line, shell=True, cwd=HERE, capture_output=True)
     assert (run.returncode, run.stderr) == (0, b"")
     assert len(Data(config(str(tmp_path / "out"))).val) > 0
-
-
-def test_prepare_says_what_it_does(tmp_path):
-    texts = write_texts(tmp_path / "texts")
-    run = command("data/prepare.py", texts, "--out", tmp_path / "out", "--vocab-size", 300)
-    reading, learning, encoding, corpus, vocabulary, tokens = run.stdout.splitlines()
-    assert (reading, learning, encoding) == (f"reading {texts}", "learning 300 tokens", "encoding")
-    assert f"{texts}: 40 files, " in corpus and "vocabulary 300 tokens (bpe), " in vocabulary
-    assert f" val, in {tmp_path}/out (" in tokens and not run.stderr
