@@ -29,6 +29,8 @@ from model import GPT
 from shard import take_slice
 from sizes import LlamaConfig
 
+BALANCE = 0.01  # weight of the load-balance loss
+
 
 class StackedLinear(nn.Module):
     """The weights of n linear layers in one tensor: weight (n, out, in), bias (n, out) or None."""
@@ -103,14 +105,9 @@ class MixtureOfExperts(nn.Module):
         self.top_k = config.top_k
         self.router = Router(config.n_embd, config.n_experts, bias=False)
         self.experts = (LlamaExperts if isinstance(config, LlamaConfig) else Experts)(config)
-        self.balance_weight = 0.01  # weight of `balance` in the loss
         # Load-balance term of the last forward, the sum over its tokens: each adds 1 if all experts
         # get equally many tokens, more if few get most of them (DeepSeek-V3, arXiv 2412.19437)
         self.balance = None
-        self.load = None  # (n_experts,): how many tokens of the last forward chose each expert
-        # (1 + n_experts,): sums of `balance` and of `load`. run/routing.py replaces it by a row of
-        # its table
-        self.statistics = torch.zeros(1 + config.n_experts, dtype=torch.double, device="cpu")
 
     def run_experts(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
@@ -144,20 +141,15 @@ class MixtureOfExperts(nn.Module):
         total = self.sum_counts(counts.clone())  # a clone, because a replacement sums in place
         share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
-        self.load = counts.sum(0)
         return self.run_experts(x, scores.softmax(-1).to(x.dtype), chosen)  # (B, S, C)
 
 
 def balance_loss(layers):
     """The load-balance loss of these layers' experts in the last forward, summed over tokens; None
-    if no layer has experts. Also adds to the statistics of the experts, for the log: call it once
-    after each forward."""
-    routed = [module for layer in layers for module in layer.modules()
-              if isinstance(module, MixtureOfExperts)]
-    for mlp in routed:
-        mlp.statistics[0] += mlp.balance.detach()
-        mlp.statistics[1:] += mlp.load
-    return sum(mlp.balance_weight * mlp.balance for mlp in routed) if routed else None
+    if no layer has experts."""
+    terms = [module.balance for layer in layers for module in layer.modules()
+             if isinstance(module, MixtureOfExperts)]
+    return BALANCE * sum(terms) if terms else None
 
 
 class MixtureGPT(GPT):
@@ -183,6 +175,17 @@ def kind_of(config):
     if isinstance(config, LlamaConfig):
         return MixtureLlama if config.n_experts else Llama
     return MixtureGPT if config.n_experts else GPT
+
+
+def on_meta(config):
+    """The whole model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return kind_of(config)(config)
+
+
+def shapes_of(model):
+    """{canonical name: full shape} of a model's parameters."""
+    return {name: param.shape for name, param in model.canonical_parameters()}
 
 
 # ---- expert parallelism ----

@@ -59,8 +59,8 @@ class Pipeline:
         self.deferred = deferred
         self.scale = scale
         self.tokens = cfg.batch_size * cfg.block_size
-        self.where = placement(cfg.schedule, group.size, cfg.chunks)  # the rank of each stage
-        self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches, cfg.chunks)
+        self.where = placement(cfg.schedule, group.size)  # the rank of each stage
+        self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches)
         # In a validation only the forwards run
         self.forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
         # {stage: the action that completes its gradients, the last B or W}

@@ -12,8 +12,8 @@ import sys
 if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
     sys.path.insert(0, __file__.rpartition("/")[0] or ".")
 
-from run.config import Parser
-from run.signals import end_quietly
+from run.flags import Parser
+from run.launch import say
 
 
 def sample_flags():
@@ -46,7 +46,6 @@ def read_flags():
 
 
 if __name__ == "__main__":
-    end_quietly()
     read_flags()  # a wrong flag ends the process here, without torch
 
 import time
@@ -56,7 +55,6 @@ import torch
 from data.batches import load_tokenizer
 from model import causal_attention
 from run import checkpoint
-from run.signals import note
 from run.weights import load_model
 
 
@@ -174,7 +172,7 @@ def main():
     seconds = time.perf_counter() - start
     for tokens in texts:
         print(tokenizer.decode(tokens), end="\n---\n", flush=True)
-    note(f"{1e3 * seconds / args.max_tokens:.2f} ms per token")
+    say(f"{1e3 * seconds / args.max_tokens:.2f} ms per token")
 
 
 if __name__ == "__main__":

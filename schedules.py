@@ -125,46 +125,29 @@ class Schedule(NamedTuple):
     """What a schedule declares. Other files ask these fields, and compare no names."""
     # actions(P, m, v, rank): the rank's list, as above. splits_backward() calls it, too, with P = 2
     actions: Callable
-    chunks: int = 1  # stages per rank; 0: as many as --chunks asks for
+    chunks: int = 1  # stages per rank
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
 
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),
     "1f1b": Schedule(one_f_one_b),
-    "interleaved": Schedule(interleaved, chunks=0, in_rounds=True),
+    "interleaved": Schedule(interleaved, chunks=2, in_rounds=True),
     "zb-h1": Schedule(zero_bubble),
 }
 
 
-def chunks_of(name, asked=0):
-    """Returns v, the number of stages per rank. asked: the value of --chunks; 0: the flag was not
-    given. A schedule with a fixed number takes that number, 0, and 1; if the number is free
-    (interleaved), 0 gives 2. Raises a ValueError of one line for an unknown schedule, and for a
-    number that the schedule does not take."""
-    if name not in SCHEDULES:
-        raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
-    if asked < 0:
-        raise ValueError(f"--chunks {asked} must be at least 1")
-    chunks = SCHEDULES[name].chunks
-    if chunks == 0:
-        return asked or 2
-    if asked not in (0, 1, chunks):
-        raise ValueError(f"--chunks {asked} does not fit {name}; try --chunks {chunks}")
-    return chunks
-
-
-def placement(name, P, v=1):
+def placement(name, P, v=0):
     """The list `where`: where[s] is the rank of stage s. P = 3: 0 1 2; with two chunks 0 1 2 0 1 2.
-    """
-    return [s % P for s in range(P * v)]
+    v: stages per rank; 0: as many as the schedule declares."""
+    return [s % P for s in range(P * (v or SCHEDULES[name].chunks))]
 
 
 @cache
 def splits_backward(name):
     """Does the schedule run I and W instead of B, at least for some microbatches? The lists of four
     microbatches on two ranks tell."""
-    v = SCHEDULES[name].chunks or 1
+    v = SCHEDULES[name].chunks
     return any(action[0] == "W" for rank in range(2)
                for action in SCHEDULES[name].actions(2, 4, v, rank))
 
@@ -234,17 +217,10 @@ class Action(NamedTuple):
 
 
 def make_schedule(name, P, m, v=0):
-    """One list of F, B, I, W actions per rank. v: stages per rank, as chunks_of takes it.
-    ValueError, in one line, for a combination that does not exist."""
-    v = chunks_of(name, v)
-    for flag, value in (("--pp", P), ("--microbatches", m)):
-        if value < 1:
-            raise ValueError(f"{flag} {value} must be at least 1")
-    if SCHEDULES[name].in_rounds and m % P:
-        fits = [str(n * P) for n in (m // P, m // P + 1) if n > 0]
-        raise ValueError(f"--microbatches {m} must be a multiple of --pp {P} for {name}; "
-                         f"try {' or '.join(fits)}")
-    return [actions_of(name, P, m, v, rank) for rank in range(P)]
+    """One list of F, B, I, W actions per rank, for P ranks and m microbatches. v: stages per rank;
+    0: as many as the schedule declares."""
+    assert not SCHEDULES[name].in_rounds or m % P == 0, "whole rounds of P microbatches"
+    return [actions_of(name, P, m, v or SCHEDULES[name].chunks, rank) for rank in range(P)]
 
 
 def actions_of(name, P, m, v, rank):

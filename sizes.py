@@ -25,6 +25,11 @@ class GPTConfig:
     top_k: int = 2  # experts per token
 
     @property
+    def arch(self):
+        """The value of --arch."""
+        return "gpt2"
+
+    @property
     def query_width(self):
         """Width of a token's queries, all heads together."""
         return self.n_embd
@@ -74,7 +79,6 @@ class LlamaConfig(GPTConfig):
 
     @property
     def arch(self):
-        """The value of --arch."""
         return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias else "llama"
 
     @property

@@ -21,25 +21,28 @@ A fork adds its layouts to the table.
 """
 
 import argparse
+import io
 import json
+import os
 import sys
 import tempfile
 import time
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
+import torch.distributed as dist
 
 import train
+from collectives import all_reduce
 from data.batches import Data
 from experts import balance_loss, kind_of
 from model import build
-from run.config import check_layout, parse
-from run.copies import whole_slices
+from run.flags import check_device, check_layout, parse
 from sizes import config_of
-from tests.pool import pool
 
 TOLERANCE = 1e-10
 VOCAB = 67  # divides by no T
@@ -79,20 +82,82 @@ LAYOUTS = """
 """
 
 
-def config(words, folder):
-    """The Config of these flags, with the sizes of this page."""
+# ---- several processes ----
+
+RANKS = 8  # processes that wait for work
+HANG = 600  # seconds after which a test waits no longer: a busy machine is no failure
+
+
+class Ranks:
+    """Runs a function as several ranks: ranks(4, function, *args) calls function(rank, *args) in
+    four processes, which form a process group of torch, and returns the list of what they return.
+    The processes are kept from call to call; after a failure they start anew."""
+
+    def __init__(self):
+        self.processes = None
+
+    def __call__(self, world, function, *args):
+        if self.processes is None:
+            # They are forked from one process that has imported train.py: in a tenth of a second
+            context = torch.multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["train"])
+            self.processes = ProcessPoolExecutor(RANKS, context)
+        with tempfile.TemporaryDirectory() as folder:
+            # A rank's process is busy until all ranks have met, so each rank has one of its own
+            answers = [self.processes.submit(run_rank, rank, world, f"{folder}/meeting", function,
+                                             args) for rank in range(world)]
+            failed = [answer for answer in wait(answers, return_when=FIRST_EXCEPTION)[0]
+                      if answer.exception()]
+            if failed:
+                self.stop()
+                raise failed[0].exception()
+        return [torch.load(io.BytesIO(answer.result()), weights_only=False) for answer in answers]
+
+    def stop(self):
+        if self.processes:
+            for process in self.processes._processes.values():
+                process.kill()
+            self.processes.shutdown()
+        self.processes = None
+
+
+def run_rank(rank, world, meeting, function, args):
+    """One rank of Ranks. Returns the bytes of what the function returns."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, world), rank=rank,
+                            world_size=world, timeout=timedelta(seconds=HANG))
+    try:
+        value = io.BytesIO()
+        torch.save(function(rank, *args), value)
+        dist.barrier()
+        return value.getvalue()
+    finally:
+        dist.destroy_process_group()
+
+
+ranks = Ranks()
+
+
+# ---- a layout and the loop ----
+
+
+def config(words, folder, **sizes):
+    """The Config of these flags, with the sizes of this page. sizes: of a Llama, without flags."""
     small = f"--n-layer 3 --n-head 12 --n-embd 24 --block-size {LENGTH} --batch-size {BATCH}"
     run = "--dtype float64 --device cpu --steps 3 --warmup-steps 1 --lr 1e-2 --grad-clip 0.2"
     cfg = parse([*small.split(), *run.split(), "--data", folder, *words])
+    vars(cfg).update(sizes)
     check_layout(cfg, 1)
+    check_device(cfg, 1, 0)
     return cfg
 
 
-def batch(folder, step):
+def batch(folder, step, length):
     """(ids, targets) of all sequences of a step, (B, S) each."""
     tokens = torch.from_numpy(np.fromfile(f"{folder}/train.bin", "<u2").astype(np.int64))
-    starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - LENGTH, BATCH)
-    rows = torch.stack([tokens[start : start + LENGTH + 1] for start in starts])
+    starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - length, BATCH)
+    rows = torch.stack([tokens[start : start + length + 1] for start in starts])
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -108,7 +173,7 @@ def one_process(shape, folder):
                                    {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
     steps = []
     for step, lr in enumerate(RATES):
-        ids, targets = batch(folder, step)
+        ids, targets = batch(folder, step, shape.block_size)
         optimizer.zero_grad()
         loss = model(ids, targets) / targets.numel()
         loss.backward()
@@ -125,6 +190,18 @@ def one_process(shape, folder):
     return initial, steps
 
 
+def whole_slices(reducer, pieces):
+    """Yields (tag, this rank's whole slice) for tensors of which this rank has pieces, such as
+    gradients: pieces[i] is arranged like reducer.weights[i]. Collective under ZeRO, where each
+    replica has a piece: a sum puts the pieces together, each with zeros around it."""
+    for piece, tag, start in zip(pieces, reducer.tags, reducer.starts, strict=True):
+        whole = piece.new_zeros(tag.slice_shape.numel())
+        whole[start : start + piece.numel()] = piece.flatten()
+        if reducer.sharded:
+            all_reduce(whole, tag.sum_over[0])
+        yield tag, whole.view(tag.slice_shape)
+
+
 def difference(got, want):
     """The largest difference of two tensors, in parts of the largest number of `want`."""
     return ((got - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
@@ -135,8 +212,9 @@ def differences(rank, cfg, bug=False):
     weights that this rank holds from those of one process; the names of the tensors it holds).
     bug: halve the gradients of this rank 1."""
     mesh = train.make_mesh(cfg, cfg.device)
-    trainer = train.Trainer(cfg, mesh, VOCAB)
-    initial, reference = one_process(trainer.model_config, cfg.data)
+    shape = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, mesh, shape, train.from_seed(shape, cfg.seed))
+    initial, reference = one_process(shape, cfg.data)
     held = {}
     for tag, weight in trainer.reducer.whole():
         held[tag.name] = weight
@@ -155,24 +233,31 @@ def differences(rank, cfg, bug=False):
     worst = torch.zeros(4)
     for number, (loss, grads, norm, weights) in enumerate(reference):
         lr = train.learning_rate(cfg, number)
-        got_norm, sums = trainer.step(data.training(cfg, number, mesh), lr)
+        got_loss, got_norm, _ = trainer.step(data.training(cfg, number, mesh), lr)
         of_grads = [difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw]
         of_weights = [difference(weight, tag.slice(weights[tag.name]))
                       for tag, weight in trainer.reducer.whole()]
-        found = [difference(sums[0], loss), torch.tensor(of_grads).max(),  # max keeps a nan
+        found = [difference(got_loss, loss), torch.tensor(of_grads).max(),  # max keeps a nan
                  difference(got_norm, norm), torch.tensor(of_weights).max()]
         worst = worst.maximum(torch.tensor(found))
     return worst, [*held]
 
 
-def run(words, folder, bug=False):
-    """Train a layout in the pool of processes. Returns (cfg, the largest differences of all
-    ranks)."""
-    cfg = config(words, folder)
-    worst, held = zip(*pool(cfg.dp * cfg.pp * cfg.cp * cfg.tp, differences, cfg, bug), strict=True)
+def run(words, folder, bug=False, **sizes):
+    """Train a layout on its ranks. Returns (cfg, the largest differences of all ranks)."""
+    cfg = config(words, folder, **sizes)
+    worst, held = zip(*ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, differences, cfg, bug), strict=True)
     names = one_process(config_of(cfg, VOCAB), folder)[0].keys()
     assert set().union(*held) == names, "no rank holds some tensor"
     return cfg, torch.stack(worst).amax(0)
+
+
+def write_corpus(folder):
+    """Write prepared data, 5000 random tokens, into a folder."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 5000).astype("<u2")
+    for name in ("train", "val"):
+        tokens.tofile(f"{folder}/{name}.bin")
+    Path(folder, "meta.json").write_text(json.dumps({"vocab_size": VOCAB}))
 
 
 def prove():
@@ -180,10 +265,7 @@ def prove():
     wrong = 0
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        tokens = np.random.default_rng(0).integers(0, VOCAB, 5000).astype("<u2")
-        for name in ("train", "val"):
-            tokens.tofile(f"{folder}/{name}.bin")
-        Path(folder, "meta.json").write_text(json.dumps({"vocab_size": VOCAB}))
+        write_corpus(folder)
         print(f"{'layout':62} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
         rows = [line.split() for line in LAYOUTS.strip().splitlines()]
         for words in rows:
@@ -211,13 +293,15 @@ def main():
     chosen = "-k" in flags or any(not flag.startswith("-") for flag in flags)
     if args.page or not chosen:
         wrong = prove()
-        pool.stop()
+        ranks.stop()
         if wrong or args.page:
             sys.exit(1 if wrong else 0)
         if not args.full:
             flags.append("--quick")
     here = Path(__file__).parent
     folders = [str(here / "tests")] + [str(here / "extras")] * args.extras
+    import pytest
+
     # Two processes run the tests, each a file at a time; -n 0 runs all in this one, as for --pdb
     sys.exit(pytest.main(["-q", "-ra", "-n", "2", "--dist", "loadfile", *folders, *flags]))
 

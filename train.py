@@ -10,22 +10,20 @@ are summed, never averaged, because the loss was divided by the tokens of the wh
 the losses are the same, up to the order of float additions.
 """
 
-# This page composes the other files; `python train.py --help` lists the flags.
+# This page composes the other files; `python train.py --help` lists the flags. The Trainer, first,
+# knows nothing of run/: flags, launch, log, checkpoints. main(), last, is the loop around it.
 
-import gc
 import math
 import sys
 
 if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
     sys.path.insert(0, __file__.rpartition("/")[0] or ".")
 
-from run.launch import start
-
-# start() runs before torch is imported, which takes seconds. It ends the process if a flag is wrong
-# (checked() below refuses what this machine lacks). If the flags ask for more ranks than there are
-# processes, start() starts all ranks, waits for them, and exits. Else this process is a rank, and
-# start() returns. __doc__: the text of --help
+# start() runs before torch is imported, which takes seconds. It ends the process if a flag is
+# wrong. If the flags ask for more ranks than there are processes, it starts all ranks, waits for
+# them, and exits. Else this process is a rank, and start() returns
 if __name__ == "__main__":
+    from run.launch import start
     start(__doc__)
 
 import torch
@@ -33,30 +31,24 @@ import torch
 from collectives import all_reduce
 from context_parallel import split_sequences
 from data.batches import Data
-from experts import MixtureOfExperts, kind_of, spread_experts
+from experts import MixtureOfExperts, on_meta, shapes_of, spread_experts
 from mesh import Mesh
 from model import Attention, Block, initial_value
 from optimizer import AdamW, LossScale, learning_rate
 from pipeline import Pipeline, tie_ends
-from run import checkpoint, signals
-from run.config import checked, read_command_line
-from run.copies import replicas_agree
-from run.log import Log
-from run.processes import joined
-from run.routing import Routing
-from run.weights import initial_slices, kept_of
-from sample import sample_text
 from schedules import cut, placement, splits_backward
 from shard import tag_whole
 from sizes import config_of
 from tensor_parallel import Column, Row, VocabularyEmbedding, VocabularyHead, split_matrices
 from zero import REDUCERS
 
+EVAL_BATCHES = 8  # of each validation but the last, which takes all
+
 
 def make_mesh(cfg, device):
     """The ranks on the axes that the flags name."""
-    return Mesh(device, cfg.timeout, cfg.collectives == "native", cfg.transport, dp=cfg.dp,
-                pp=cfg.pp, cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+    return Mesh(device, cfg.timeout, cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp, cp=cfg.cp,
+                tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
 
 
 def compile_layers(layers):
@@ -79,24 +71,28 @@ def compile_layers(layers):
             layer.forward = torch.compile(layer.forward)
 
 
+def from_seed(config, seed):
+    """A function from a tag to the slice of the parameter's initial value, drawn from the seed."""
+    return lambda tag: tag.slice(initial_value(tag.name, tag.shape, config, seed))
+
+
 class Trainer:
     """What one rank holds: its slices of the model; its reducer, optimizer and pipeline."""
 
-    def __init__(self, cfg, mesh, vocab_size, draw=initial_value):
-        """draw: makes the initial value of a parameter; another one for a test."""
+    def __init__(self, cfg, mesh, config, value):
+        """cfg: the flags, as attributes. config: the sizes of the model (sizes.py). value(tag): the
+        slice with which this rank begins, such as from_seed(config, 1337)."""
         self.cfg = cfg
         self.mesh = mesh
+        self.model_config = config
         self.dtype = getattr(torch, cfg.dtype)
-        self.stop_asked = False  # by a signal to this rank
-        self.grads = []  # gradients of the last step; kept for the log, which counts their bytes
+        self.stop_asked = False  # set by a signal to this rank
+        self.grads = []  # gradients of the last step
 
-        # The whole model on the meta device: shapes without memory
-        self.model_config = config_of(cfg, vocab_size)
-        kind = kind_of(self.model_config)  # GPT, Llama, or one of them with experts
-        with torch.device("meta"):
-            model = kind(self.model_config)
-        # Taken before parameters are split. (Only a fork has parameters that are not trained)
-        self.shapes = {name: param.shape for name, param in model.canonical_parameters()}
+        # GPT, Llama, or one of them with experts. Taken before parameters are split: their shapes.
+        # (Only a fork has parameters that are not trained)
+        model = on_meta(config)
+        self.shapes = shapes_of(model)
         self.trained = [name for name, param in model.canonical_parameters() if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
@@ -116,10 +112,10 @@ class Trainer:
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
 
-        # Cut the list of layers into stages, cfg.chunks for each pipeline rank. where[s]: the
+        # Cut the list of layers into stages, one or two for each pipeline rank. where[s]: the
         # pipeline rank of stage s; cuts[s]: (begin, stop) of its layers
-        self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)
-        self.cuts = cut(self.model_config.layer_costs(), len(self.where))
+        self.where = placement(cfg.schedule, cfg.pp)
+        self.cuts = cut(config.layer_costs(), len(self.where))
         # Are first and last stage on two ranks? (Not with --pp 1)
         if self.where[0] != self.where[-1]:
             # Both ranks hold the tied matrix: tag it, so that its gradient is summed over the two
@@ -128,8 +124,6 @@ class Trainer:
         for s, (begin, stop) in enumerate(self.cuts):
             if self.where[s] == mesh.group("pp").rank:
                 stages[s] = list(model.layers[begin:stop])
-        # Sets the weight of the experts' balance loss, and counts their tokens for the log
-        self.routing = Routing(stages, self.cuts, cfg, mesh)
 
         for layers in stages.values():
             for layer in layers:
@@ -138,10 +132,7 @@ class Trainer:
             if cfg.compile:
                 compile_layers(layers)
 
-        # The reducer, DDP or ZeRO, gets each parameter's initial value from value(tag), which makes
-        # this rank's slice
-        value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
-        self.kept = kept_of(cfg)  # of the folder of --init-from, for checkpoints and run.export
+        # The reducer, DDP or ZeRO, gives each parameter its memory and its initial value
         self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device, mesh.background)
         scale = LossScale(self.dtype, mesh.device)
         self.optimizer = AdamW(cfg, self.reducer, scale)
@@ -159,112 +150,107 @@ class Trainer:
         return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
 
     def step(self, batches, lr):
-        """One step of training. Returns (norm, sums), tensors, the same on every rank. norm: the
-        global norm of the gradients; nan if the loss is not finite. sums: loss per token, number of
-        ranks that were asked to stop, square of the norm, then the experts' statistics."""
-        self.routing.clear()
+        """One step of training. Returns three tensors, the same on every rank: the loss per token;
+        the global norm of the gradients, nan if the loss is not finite; and the number of ranks
+        that were asked to stop."""
         self.grads = []  # free those of the step before
         # Forward and backward. loss: this rank's part of the loss per token; 0 unless it has the
-        # last stage
-        loss = self.pipeline.run(self.own(batches), self.reducer)
+        # last stage. T tensor ranks compute the same loss: each adds 1/T
+        loss = self.pipeline.run(self.own(batches), self.reducer) / self.cfg.tp
         self.grads = self.reducer.gradients()  # summed as the tags say
-
-        # All sums over all ranks in one all-reduce, in place. T tensor ranks compute the same loss:
-        # each adds 1/T
-        asked = torch.full_like(loss, self.stop_asked)
         square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
-        sums = torch.cat([torch.stack([loss / self.cfg.tp, asked, square]), self.routing.sums()])
-        all_reduce(sums, self.mesh.world)
-        loss, _, square = sums[:3]  # now of all ranks
+
+        asked = torch.full_like(loss, self.stop_asked)
+        loss, square, asked = all_reduce(torch.stack([loss, square, asked]), self.mesh.world)
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
         self.optimizer.step(self.grads, norm, lr)  # clips, steps; nothing if the norm is not finite
         self.reducer.publish()  # ZeRO-1, 2: every rank gets the weights that others have stepped
-        return norm, sums
+        return loss, norm, asked
 
-    def validate(self, data, log, num_batches=None):
+    def validate(self, data, batches=None):
         """Returns the mean loss over the windows (block_size tokens each) of val.bin, the same on
-        every rank; None if a signal to any rank came meanwhile. num_batches: validate only so many
-        batches of windows; None: all windows."""
+        every rank. batches: validate only the first so many batches of windows; None: all."""
         world = self.mesh.world
         # windows: their number; each_batch: an iterator over batches, lists of microbatches
-        windows, each_batch = data.validation(self.cfg, self.mesh, num_batches)
-        total = math.ceil(windows / self.cfg.batch_size)  # batches
-        loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
-        for i, microbatches in enumerate(each_batch):
-            loss += self.pipeline.run(self.own(microbatches))
-            log.validating(i + 1, total)
-            # All ranks leave the loop together: a rank that went on alone would wait forever
-            asked = torch.full_like(loss, self.stop_asked)
-            (num_asked,) = world.read(all_reduce(asked, world))
-            if num_asked > 0:
-                return None
+        windows, each_batch = data.validation(self.cfg, self.mesh, batches)
+        loss = sum(self.pipeline.run(self.own(microbatches)) for microbatches in each_batch)
         # Each batch's loss was divided by the tokens of a batch: divide by those of all windows
         # instead, and by T, because all T ranks have the same loss
-        loss *= self.cfg.batch_size / windows / self.cfg.tp
-        return world.read(all_reduce(loss, world))[0]
+        loss = loss * self.cfg.batch_size / windows / self.cfg.tp
+        return world.read(all_reduce(loss.view(1), world))[0]
 
-    def ask_to_stop(self):
-        self.stop_asked = True
+
+# ---- the loop ----
+
+
+def initial_values(cfg, config, folder):
+    """value(tag) for a Trainer: from the checkpoint `folder`, --init-from or the seed."""
+    if folder:
+        from run import checkpoint
+        return checkpoint.value_from(folder, config, getattr(torch, cfg.dtype))
+    if cfg.init_from:
+        from run import weights
+        full = weights.values(cfg.init_from, shapes_of(on_meta(config)), config)
+        return lambda tag: tag.slice(full(tag.name))
+    return from_seed(config, cfg.seed)
 
 
 def is_due(step, interval):
     return interval > 0 and step > 0 and step % interval == 0
 
 
-def train(cfg, data, mesh):
+def train(cfg, mesh, local_rank):
     """The run of one rank. Returns its Log."""
-    trainer = Trainer(cfg, mesh, data.vocab_size)
-    signals.save_on_stop(trainer.ask_to_stop)
-    # main() has called checkpoint.agree(): cfg.resume is a folder or "no"
-    first = 0 if cfg.resume == "no" else checkpoint.load(trainer, cfg.resume)
-    log = Log(trainer, data, first)
-    # The objects made so far live until the end: Python's gc need not scan them again and again
-    gc.collect()
-    gc.freeze()
+    from run import checkpoint
+    from run.launch import on_stop
+    from run.log import Log
+
+    data = Data(cfg, local_rank)
+    folder = checkpoint.begin(cfg, data, mesh.world)  # of --resume; None: begin anew
+    config = config_of(cfg, data.vocab_size)
+    trainer = Trainer(cfg, mesh, config, initial_values(cfg, config, folder))
+    on_stop(trainer)  # a signal sets trainer.stop_asked
+    first = checkpoint.load(trainer, folder) if folder else 0
+    log = Log(trainer, data, first, folder)
 
     for step in range(first, cfg.steps):
         if is_due(step, cfg.eval_interval):
             log.catch_up()  # a GPU's steps are printed one step late: print the last one first
-            # validate() returns None after a signal. The next step's all-reduce counts the request,
-            # and the loop ends once the log has read that count
-            log.validation(step, trainer.validate(data, log, cfg.eval_batches))
+            log.validation(step, trainer.validate(data, EVAL_BATCHES))
         lr = learning_rate(cfg, step)
-        with log.watching(step):  # --watch records the first step
-            norm, sums = trainer.step(data.training(cfg, step, mesh), lr)
-        log.step(step, lr, norm, sums)
-        # is_over: after a signal, or after too many steps that were not finite. The log knows this
-        # from norm and sums, the same on all ranks, so all ranks leave the loop at the same step
+        with log.watching(step):  # --watch: the messages of the first step
+            loss, norm, asked = trainer.step(data.training(cfg, step, mesh), lr)
+        log.step(step, lr, loss, norm, asked)
+        # After a signal, or too many steps that were not finite. All ranks have read the same
+        # numbers, so all leave the loop at the same step
         if log.is_over:
             break
         if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    nothing_new = log.done == first and log.saved  # --resume found a complete run
-    if not log.gave_up and not nothing_new:
+    if not log.gave_up and log.done > first:
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.is_over:
-        log.validation(cfg.steps, trainer.validate(data, log), last=True)
-    if log.is_over:  # perhaps only now: a signal may have come during that validation
-        log.end_early()
-    else:
-        log.end(replicas_agree(trainer))
+        log.validation(cfg.steps, trainer.validate(data), last=True)
+    log.end()
     return log
 
 
 def main():
-    cfg, world, _ = read_command_line(__doc__)  # as start() did. world: number of processes
-    data = checked(cfg, world, Data)  # the flags that depend on this machine; then the data
+    from run.flags import read_flags
+    from run.launch import joined, place
+
+    _, world, local_rank, _ = place()
+    cfg, _ = read_flags(__doc__, world)  # as start() did
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
         mesh = make_mesh(cfg, device)
-        checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
-        log = train(cfg, data, mesh)
+        log = train(cfg, mesh, local_rank)
     # A complete run ends with a sample of text (with --eval-interval 0: without)
-    if log.ending and log.ended_well and cfg.eval_interval and mesh.rank == 0:
-        with signals.skip_on_stop():
-            log.say("a sample:\n" + sample_text(log.saved, data))
-    log.say(log.ending)
+    if log.ended_well and not log.is_over and cfg.eval_interval and mesh.rank == 0:
+        from sample import sample_text
+        log.say("a sample:\n" + sample_text(log.saved, log.data))
     sys.exit(0 if log.ended_well else 1)
 
 

@@ -1,172 +1,108 @@
-"""Prints the lines of a run, and writes JSON lines to metrics.jsonl in --out: one per step, and one
-per validation."""
+"""Prints the lines of a run, and writes them to metrics.jsonl in --out as JSON: one line per step,
+and one per validation.
 
+    step    40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  1 min 8 s left
+
+comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU the host
+waits for none, so the log leaves it out.)
+
+--watch prints every message of the first step. Both replace Work.wait or Group.exchange, which all
+messages pass, from outside: the files that train know nothing of the log.
+"""
+
+import hashlib
 import json
 import math
-import os
 import resource
-import shutil
-import signal
 import sys
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 
 import torch
 
-from data.foreign import parse_json
-from mesh import grid
-from optimizer import learning_rate
-from run.checkpoint import read_manifest
-from run.processes import all_gather_text
-from run.signals import in_words, program
+from collectives import Group, Work, all_reduce, maximum
+from mesh import DATA, grid
+from run.checkpoint import all_gather_text
+from run.flags import program
+from run.launch import say
 from sizes import bytes_per_parameter, peak_flops
+from transport.background import Background
 
-# The run gives up after so many steps in a row whose loss or norm is not finite (float16: counted
-# only once the loss scale is down to 1)
-MAX_SKIPPED = 5
+MAX_SKIPPED = 5  # the run gives up after so many steps in a row whose norm is not finite
 LOG_INTERVAL = 20  # steps between printed lines, after the first ten
-METRICS = "metrics.jsonl"  # in --out
-
-
-def is_before(line, step):
-    """Is this line of metrics.jsonl whole, and of an earlier step?"""
-    with suppress(ValueError, KeyError, TypeError):  # a crash may have left anything
-        return line.endswith("\n") and parse_json(line)["step"] < step
-    return False
-
-
-def open_metrics(path, start):
-    """Open metrics.jsonl to append to, for a run that begins with step `start`. Cut the file at the
-    first line of a step >= start, because this run writes the lines from there on, or at a line
-    that a crash has left incomplete. (A validation after the last step of a shorter run is cut,
-    too.)"""
-    if Path(path).is_file():
-        with open(path, "r+", encoding="latin-1") as file:  # one character per byte
-            kept = takewhile(lambda line: is_before(line, start), file.readlines())
-            file.truncate(sum(map(len, kept)))
-    return open(path, "a")
-
-
-def peak_of_process():
-    """The most bytes that this process has held at one time."""
-    with suppress(OSError), open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    # Another system than Linux. (On Linux ru_maxrss is wrong: it starts with the parent's peak.)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)
-
-
-def predicted_bytes(trainer):
-    """Bytes of weights, gradients and optimizer states on this rank, by the formula of zero.py."""
-    cfg, reducer = trainer.cfg, trainer.reducer
-    width = trainer.dtype.itemsize
-    total = 0.0
-    for tag in reducer.tags:
-        parts = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width)
-        total += tag.slice_shape.numel() * sum(parts)
-    for _, tag, _ in reducer.frozen:
-        weights, *_ = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width)
-        total += tag.slice_shape.numel() * weights
-    return round(total)
-
-
-def held_bytes(trainer):
-    """Bytes of weights, gradients and optimizer states that this rank holds after a step, in live
-    storages: tensors may share one, so each counts once."""
-    reducer = trainer.reducer
-    states = trainer.optimizer.named_states().values()
-    held = [*reducer.weights, *trainer.grads, *(values for kind in states for values in kind),
-            *(weights for weights, _, _ in reducer.frozen)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-    return sum(storages.values())
+METRICS = "metrics.jsonl"
+ROOT = Path(__file__).parent.parent  # the repository
 
 
 class Log:
-    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write. On
-    every rank it reads the numbers of the steps, and so knows whether the run is over.
+    """Reads each step's numbers on every rank, so that all ranks know when the run is over; rank 0
+    prints and writes them."""
 
-    On a terminal the lines that are not to stay there (most steps, the progress of a validation)
-    are written over one another, in place."""
-
-    def __init__(self, trainer, data, start):
-        self.trainer = trainer
-        self.cfg = trainer.cfg
+    def __init__(self, trainer, data, first, resumed_from=None):
+        """first: the step with which the run begins."""
+        self.trainer, self.data, self.cfg = trainer, data, trainer.cfg
+        self.first = self.done = first
         self.world = trainer.mesh.world
-        self.data = data
-        self.start = start
-        self.tokens = self.cfg.batch_size * self.cfg.block_size  # tokens of a step
-        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
-        self.silent = trainer.mesh.rank != 0
-        # FLOP/s of all GPUs together, known for 16 bits only; 0: the log leaves MFU out
-        is_cuda = trainer.mesh.device.type == "cuda"
-        sixteen = is_cuda and trainer.dtype.itemsize == 2
-        self.peak_flops = self.world.size * peak_flops(torch.cuda.get_device_name()) \
-            if sixteen else 0.0
-        # Steps whose numbers are not read: (step, learning rate, read). On a GPU one step stays
-        # unread, so that the host posts the next step while the device still computes this one
-        self.unread = deque()
-        self.most_unread = int(is_cuda)
-        self.done = start  # steps that were posted
+        self.is_cuda = trainer.mesh.device.type == "cuda"
+        self.unread = deque()  # (step, lr, read) of steps that were posted
         self.skipped = 0  # steps in a row that were not finite
-        self.stopping = False  # has a signal to any rank asked the run to stop?
-        self.healthy = True  # could the last checkpoint be saved, with finite weights?
-        self.saved = None if self.cfg.resume == "no" else self.cfg.resume  # the last checkpoint
-        self.ending = ""  # the last lines; set in end()
+        self.stopping = False  # a signal to any rank has asked the run to stop
+        self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
-        self.metrics = None  # the open metrics.jsonl
-        if not self.silent:
-            try:
-                self.metrics = open_metrics(Path(self.cfg.out, METRICS), start)
-            except OSError as error:
-                self.lose_metrics(error)
+        self.finite = True  # was the last save's state finite?
         self.recent = deque(maxlen=50)  # seconds of the last steps
-        self.batch_seconds = 0.0  # seconds of one batch of validation; 0: none has been run
-        self.describe()
-        if self.saved:
-            done = ", nothing left to do" if start == self.cfg.steps else ""
-            self.say(f"step {start:6d}  resumed from {self.saved}{done}")
-            self.say_how_the_rate_jumps()
-        self.since = time.perf_counter()  # when the current step, validation or save began
+        self.metrics = None
+        if trainer.mesh.rank == 0:
+            with self.writing():
+                self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
+            self.describe()
+            if resumed_from:
+                self.say(f"step {first:6d}  resumed from {resumed_from}")
+        self.waited = count_waiting()
+        self.since = time.perf_counter()
 
-    def say_how_the_rate_jumps(self):
-        """A line if the checkpoint's run would have gone on at another learning rate: its schedule
-        had other --steps, say."""
-        cfg = self.cfg
-        if self.silent or self.start == cfg.steps:
-            return
-        then = SimpleNamespace(**{**asdict(cfg), **read_manifest(self.saved)["config"]})
-        # past the end of its schedule a rate stays
-        was = then.min_lr if self.start >= then.steps else learning_rate(then, self.start)
-        now = learning_rate(cfg, self.start)
-        if now != was:
-            changed = [f"--{name.replace('_', '-')} was {getattr(then, name)}, is "
-                       f"{getattr(cfg, name)}" for name in ("steps", "lr", "min_lr", "warmup_steps")
-                       if getattr(then, name) != getattr(cfg, name)]
-            self.say(f"the learning rate goes on at {now:.3g}, the checkpoint's run would have gone"
-                     f" on at {was:.3g}: {', '.join(changed)}")
+    def say(self, line):
+        if self.trainer.mesh.rank == 0:
+            say(line, sys.stdout)
+
+    def complain(self, line):
+        if self.trainer.mesh.rank == 0:
+            say(f"{program()}: {line}")
+
+    @contextmanager
+    def writing(self):
+        """A metrics.jsonl that cannot be written costs one line, not the run."""
+        try:
+            yield
+        except OSError as error:
+            self.metrics = None
+            self.complain(f"{self.cfg.out}/{METRICS}: {error.strerror}; the run goes on without")
+
+    def write(self, **record):
+        if self.metrics:
+            with self.writing():  # JSON has no nan and no infinity: null
+                record = {k: v if math.isfinite(v) else None for k, v in record.items()}
+                print(json.dumps(record), file=self.metrics, flush=True)
 
     def describe(self):
-        """The lines before the first step: parts, model, rates, ranks, stages."""
-        trainer, cfg, mesh = self.trainer, self.cfg, self.trainer.mesh
-        device = "GPU" if mesh.device.type == "cuda" else "CPU"
-        plural = "es" if cfg.microbatches > 1 else ""
-        self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "
-                 f"of {cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
-                 f"microbatch{plural}")
-        self.say(f"learning rate up to {cfg.lr:.3g} in {cfg.warmup_steps} steps, "
-                 f"then down to {cfg.min_lr:.3g}")
-        if mesh.world.size > 1:
-            self.say(grid(mesh.sizes))
+        trainer, cfg = self.trainer, self.cfg
+        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
+        device = "GPU" if self.is_cuda else "CPU"
+        self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps of "
+                 f"{cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
+                 f"microbatch{'es' * (cfg.microbatches > 1)}")
+        if self.world.size > 1:
+            self.say(grid(trainer.mesh.sizes))
         if len(trainer.cuts) > 1:
             for stage, (start, stop) in enumerate(trainer.cuts):
                 self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "
                          f"{stop - 1} of {cfg.n_layer + 2} (embedding, blocks, head)")
+
+    # ---- what train.py tells the log ----
 
     @property
     def gave_up(self):
@@ -176,194 +112,252 @@ class Log:
     def is_over(self):
         return self.stopping or self.gave_up
 
-    def say(self, text, file=None, stays=True):
-        """Print a line. A line that does not stay is printed on a terminal only, and the next line
-        replaces it."""
-        file = file or sys.stdout
-        if self.silent or not text or file is None:  # None: closed (>&-)
-            return
-        try:
-            # on a terminal: back to the first column, and clear the line that did not stay
-            clear = "\r\x1b[K" if file.isatty() else ""
-            if stays:
-                print(clear + text, file=file, flush=True)
-            elif clear:
-                fits = shutil.get_terminal_size().columns - 1
-                print(clear + text[:fits], file=file, end="", flush=True)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # from now on: into nothing
-            if file is not sys.stdout:
-                return
-            if isinstance(error, BrokenPipeError):  # the reader has gone, like a closed terminal
-                signal.raise_signal(signal.SIGHUP)
-            else:
-                self.complain(f"standard output: {in_words(error)}; the run goes on without")
-
-    def complain(self, text):
-        self.say(f"{program()}: {text}", file=sys.stderr)
-
-    def write(self, **record):
-        """Append a line to metrics.jsonl."""
-        if not self.metrics:
-            return
-        # JSON has no nan and no infinity: write null
-        record = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        try:
-            print(json.dumps(record), file=self.metrics, flush=True)
-        except OSError as error:
-            self.lose_metrics(error)
-
-    def lose_metrics(self, error):
-        self.metrics = None
-        self.complain(f"{Path(self.cfg.out, METRICS)}: {error.strerror}; the run goes on without")
-
-    # ---- what a run tells the log, in the order of train.py ----
-
     @contextmanager
     def watching(self, step):
-        """A context around a step: --watch notes the messages of the first step."""
-        if self.cfg.watch and step == self.start:
-            from run.watch import Watch
-            watch = Watch(self.trainer.mesh)
-            with watch.step():
-                yield
-            self.say(watch.story(self.cfg.watch))
-        else:
+        """A context around a step: --watch prints the messages of the first one."""
+        if not self.cfg.watch or step > self.first:
             yield
+            return
+        with watched(self.trainer.mesh) as sent:
+            yield
+        texts = all_gather_text(json.dumps(sent), self.world)
+        self.say(story([message for text in texts for message in json.loads(text)],
+                       self.cfg.watch))
 
-    def step(self, step, lr, norm, sums):
-        """A step was posted. norm, sums: what Trainer.step returned."""
-        scale = self.trainer.optimizer.numbers().get("scale", torch.ones_like(norm))
-        numbers = torch.cat([torch.stack([norm, scale.to(norm.dtype)]), sums])
+    def step(self, step, lr, loss, norm, stops):
+        """A step was posted; its numbers are tensors, the same on every rank. A GPU's are read one
+        step late, so that the host posts the next step meanwhile."""
+        scale = self.trainer.optimizer.numbers()["scale"]
+        numbers = torch.stack([value.double() for value in (loss, norm, stops, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))
         self.done = step + 1
         saves = self.cfg.save_interval and self.done % self.cfg.save_interval == 0
-        self.catch_up(0 if saves or self.done == self.cfg.steps else self.most_unread)
+        self.catch_up(unread=1 if self.is_cuda and not saves else 0)
 
     def catch_up(self, unread=0):
         """Read and print all steps but the last `unread`."""
         while len(self.unread) > unread:
             step, lr, read = self.unread.popleft()
-            norm, scale, loss, asked, _, *statistics = read()  # waits for the device
-            self.stopping |= asked > 0
+            loss, norm, stops, scale = read()  # waits for the device
+            self.stopping |= stops > 0
             self.skipped = 0 if math.isfinite(norm) or scale > 1 else self.skipped + 1
-            self.print_step(step, lr, norm, scale, loss, statistics)
-            if self.gave_up:
-                self.not_finite(step)
-                self.unread.clear()
+            self.print_step(step, lr, loss, norm, scale)
 
-    def print_step(self, step, lr, norm, scale, loss, statistics):
-        """Write a step's record, and print its line."""
+    def print_step(self, step, lr, loss, norm, scale):
         cfg = self.cfg
         seconds = time.perf_counter() - self.since
         self.recent.append(seconds)
-        rate = self.tokens / seconds
+        rate = cfg.batch_size * cfg.block_size / seconds
+        comm = {} if self.is_cuda else {"comm": min(1.0, self.waited.pop() / seconds)}
         loss_scale = {"scale": scale} if cfg.dtype == "float16" else {}
-        experts = self.trainer.routing.read(statistics, self.tokens)
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
-                   tokens_per_s=rate, **loss_scale, **experts)
-
-        of_experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
-        mfu = ""
-        if self.peak_flops:
-            flops = rate * self.trainer.model_config.flops_per_token(self.n_params)
-            mfu = f"  mfu {flops / self.peak_flops:.1%}"
-        minutes, left = divmod(round(self.seconds_left(step)), 60)
-        is_first = step - self.start < 10
-        is_last = step == cfg.steps - 1
-        self.say(f"step {step:6d}  loss {loss:.4f}{of_experts}  norm {norm:.3f}  lr {lr:.2e}  "
-                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}  {minutes} min {left} s left",
-                 stays=step % LOG_INTERVAL == 0 or is_first or is_last)
+                   tokens_per_s=rate, **comm, **loss_scale)
         self.since = time.perf_counter()
-
-    def seconds_left(self, step):
-        """Seconds from the end of this step to the end of the run, for all steps and all batches of
-        validation that are still to come."""
-        cfg = self.cfg
-        step_seconds = median(self.recent)
-        batches = 0
-        if cfg.eval_interval:
-            windows = len(self.data.val) // cfg.block_size
-            all_batches = windows / cfg.batch_size
-            # validations come before the steps that eval_interval divides, and after the last step
-            validations = (cfg.steps - 1) // cfg.eval_interval - step // cfg.eval_interval
-            batches = validations * min(cfg.eval_batches, all_batches) + all_batches
-        # Until a validation has been timed: forward alone takes a third of a step's time
-        batch_seconds = self.batch_seconds or step_seconds / 3
-        return (cfg.steps - 1 - step) * step_seconds + batches * batch_seconds
-
-    def validating(self, done, batches):
-        """Print a validation's progress: `done` of its `batches` batches are computed. On a
-        terminal each call prints a line, which the next line replaces. A file gets a line at each
-        quarter of a long validation, of more than --eval-batches batches: only the validation after
-        the last step can have so many."""
-        self.batch_seconds = (time.perf_counter() - self.since) / done
-        left = round((batches - done) * self.batch_seconds)
-        quarters = [math.ceil(batches * quarter / 4) for quarter in (1, 2, 3)]
-        is_long = batches > self.cfg.eval_batches
-        self.say(f"validation: {done} of {batches} batches, {left} s left",
-                 stays=done in quarters and is_long and not sys.stdout.isatty())
+        near_an_end = step - self.first < 10 or step == cfg.steps - 1
+        if self.trainer.mesh.rank > 0 or not (near_an_end or step % LOG_INTERVAL == 0):
+            return
+        share = f"  comm {comm['comm']:.0%}" if comm else ""
+        if self.is_cuda and self.trainer.dtype.itemsize == 2:
+            peak = self.world.size * peak_flops(torch.cuda.get_device_name())
+            flops = rate * self.trainer.model_config.flops_per_token(self.n_params)
+            share += f"  mfu {flops / peak:.1%}" if peak else ""
+        minutes, left = divmod(round((cfg.steps - 1 - step) * median(self.recent)), 60)
+        self.say(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  lr {lr:.2e}  "
+                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{share}  {minutes} min {left} s left")
 
     def validation(self, step, loss, last=False):
-        """A validation is done: write and print nats per token and, if the data's meta.json says
-        how long a token is, bits per byte. loss: None if a signal came meanwhile (in training the
-        run then stops after the next step)."""
-        if loss is None:
-            self.stopping |= last
-            return
+        """Print and write a validation's loss, per token and, if the data's meta.json says how long
+        a token is, per byte."""
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
         self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
         line = f"step {step:6d}  validation loss {loss:.4f} nats per token"
         if math.isfinite(bits):
             line += f", {bits:.4f} bits per byte"
         gzip = self.data.meta.get("gzip_bits_per_byte")
-        if last and gzip:
-            line += f" (gzip -9: {gzip:.4f})"
-        self.say(line)
+        self.say(line + (f" (gzip -9: {gzip:.4f})" if last and gzip else ""))
         self.since = time.perf_counter()
 
     def checkpoint(self, folder):
-        """A checkpoint was saved; None: nothing, because weights or moments are not finite."""
+        """A checkpoint was saved; None: none, because weights or states are not finite."""
         self.saved = folder or self.saved
-        self.healthy = folder is not None
-        where = folder or "nothing: weights or moments are not finite"
-        self.say(f"step {self.done:6d}  saved {where}")
+        self.finite = folder is not None
+        self.say(f"step {self.done:6d}  saved {folder or 'nothing: weights are not finite'}")
         self.since = time.perf_counter()
 
-    def not_finite(self, step):
-        if self.skipped:
-            what = f"loss or gradient norm was not finite for {self.skipped} steps up to"
-        else:
-            what = "weights or moments are not finite after"
-        self.complain(f"{what} step {step}; last good checkpoint: {self.saved or 'none'}; a lower "
-                      "--lr may help")
-
-    def end_early(self):
-        """A signal, or too many steps that were not finite, have ended the run."""
-        if not self.gave_up:
-            if self.skipped or not self.healthy:
-                self.not_finite(self.done - 1)
-            self.say("stopped by a signal; --resume auto goes on from "
-                     f"{self.saved or 'the start'}")
-            self.ended_well = self.saved is not None
-
-    def end(self, agree):
-        """Collective: prepare the last lines, to be printed once the other ranks have left. agree:
-        do the replicas have the same weights?"""
-        if self.skipped or not self.healthy:
-            self.not_finite(self.done - 1)
-        self.ended_well = agree and self.healthy and not self.skipped
-        cuda = self.trainer.mesh.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
-        numbers = [peak, predicted_bytes(self.trainer), held_bytes(self.trainer)]
+    def end(self):
+        """Collective: print the last lines, and set ended_well."""
+        if self.gave_up or not self.finite:
+            self.complain(f"the loss or the gradients' norm was not finite up to step "
+                          f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower "
+                          "--lr may help")
+            return
+        if self.stopping:
+            self.say(f"stopped by a signal; --resume auto goes on from {self.saved}")
+            self.ended_well = True
+            return
+        agree = replicas_agree(self.trainer)
+        peak = torch.cuda.max_memory_allocated() if self.is_cuda else peak_of_process()
+        numbers = held_bytes(self.trainer), predicted_bytes(self.trainer), peak
         texts = all_gather_text(json.dumps(numbers), self.world)
-        # Three tuples, in the order of ranks
-        peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)
-        highest = peaks.index(max(peaks))  # a rank
-        fullest = measured.index(max(measured))  # a rank
-        if self.metrics:
-            self.metrics.close()
-        self.ending = (f"model states: {measured[fullest] / 1e6:.2f} MB on rank {fullest}, the "
-                       f"fullest, {predicted[fullest] / 1e6:.2f} predicted; peak of the "
-                       f"{'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank "
-                       f"{highest}\nreplicas {'agree' if agree else 'DISAGREE'}")
+        held, predicted, peaks = zip(*map(json.loads, texts), strict=True)  # in the order of ranks
+        fullest = held.index(max(held))
+        self.say(f"model states: {held[fullest] / 1e6:.2f} MB on rank {fullest}, the fullest, "
+                 f"{predicted[fullest] / 1e6:.2f} predicted; peak of the "
+                 f"{'GPU' if self.is_cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank "
+                 f"{peaks.index(max(peaks))}\nreplicas {'agree' if agree else 'DISAGREE'}")
+        self.ended_well = agree
+
+
+def open_metrics(path, first):
+    """metrics.jsonl to append to, without the lines that this run, which begins with step `first`,
+    writes again, and without what a crash has left behind the last whole line."""
+    kept = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] < first:
+                    kept.append(line + "\n")
+    path.write_text("".join(kept))
+    return open(path, "a")
+
+
+# ---- messages ----
+
+
+class Waited:
+    """Seconds that this process's own thread has waited for messages since pop() was called."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def pop(self):
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def timed(self, wait):
+        def timed_wait(*args):
+            begin = time.perf_counter()
+            wait(*args)
+            if threading.current_thread() is threading.main_thread():
+                self.seconds += time.perf_counter() - begin
+
+        return timed_wait
+
+
+def count_waiting():
+    """A Waited, which counts from now on: the ends of messages and of what runs in the background.
+    """
+    waited = Waited()
+    if not hasattr(Work, "untimed"):
+        Work.untimed, Background.untimed = Work.wait, Background.start
+    start = Background.untimed
+    Work.wait = waited.timed(Work.untimed)
+    Background.start = lambda *args: waited.timed(start(*args))
+    return waited
+
+
+@contextmanager
+def watched(mesh):
+    """A context, given a list: each message that this rank sends in it, (time in seconds, sender,
+    receiver, axis, who asked for it, shape, bytes)."""
+    sent = []
+    exchange = Group.exchange
+
+    def noted(group, send=None, dst=None, *args, **more):
+        if send is not None and send.numel() > 0:
+            sent.append((time.time(), mesh.rank, group.ranks[dst],
+                         axis_of(group, mesh.sizes), asked_by(), [*send.shape],
+                         send.numel() * send.element_size()))
+        return exchange(group, send, dst, *args, **more)
+
+    Group.exchange = noted
+    try:
+        yield sent
+    finally:
+        Group.exchange = exchange
+
+
+def asked_by():
+    """The collective that sends a message and the function that called it, read from the call
+    stack: "all_reduce, ddp.py DDP.reduce"."""
+    frame, collective = sys._getframe(2), "exchange"
+    while Path(frame.f_code.co_filename).name == "collectives.py":
+        frame, collective = frame.f_back, frame.f_code.co_name
+    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
+    return f"{collective}, {Path(frame.f_code.co_filename).name} {name}"
+
+
+def axis_of(group, sizes):
+    """The axes along which a group's ranks differ, named like train.py's flags: "tp", "dp+cp". The
+    mesh splits --dp into three axes (DATA in mesh.py); the ranks that share experts are "ep"."""
+    names = group.name.split("_")  # such as shard_ep_cp, pp_ends, world
+    if names == ["ep"]:
+        return "ep"
+    axes = ["dp" if axis in DATA else axis for axis, size in sizes.items() if size > 1
+            and (names == ["world"] or axis in names or (axis in DATA and "dp" in names))]
+    return "+".join(dict.fromkeys(axes))
+
+
+def story(sent, which):
+    """The lines of --watch, and the sums of each axis. which: "all", a rank, or an axis."""
+    lines, times, nbytes = [], Counter(), Counter()
+    begin = min(message[0] for message in sent)
+    for seconds, src, dst, axis, what, shape, size in sorted(sent):
+        if which in ("all", str(src), str(dst), *axis.split("+")):
+            size_text = "x".join(map(str, shape))
+            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  {what:52} "
+                         f"{size_text:>12} {size:>10,} bytes")
+            times[axis] += 1
+            nbytes[axis] += size
+    return "\n".join(lines + [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes"
+                              for axis in sorted(times)])
+
+
+# ---- at the end: memory, and do replicas agree? ----
+
+
+def peak_of_process():
+    """The most bytes that this process has held at one time."""
+    with suppress(OSError), open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+
+
+def predicted_bytes(trainer):
+    """Bytes of weights, gradients and optimizer states on this rank, by the formula of zero.py."""
+    reducer, zero, width = trainer.reducer, trainer.cfg.zero, trainer.dtype.itemsize
+    total = 0.0
+    for tag in reducer.tags:
+        total += tag.slice_shape.numel() * sum(
+            bytes_per_parameter(zero, tag.sum_over[0].size, width))
+    for _, tag, _ in reducer.frozen:
+        total += tag.slice_shape.numel() * bytes_per_parameter(zero, tag.sum_over[0].size, width)[0]
+    return round(total)
+
+
+def held_bytes(trainer):
+    """Bytes of weights, gradients and optimizer states that this rank holds after a step: of live
+    storages, of which several tensors may be views."""
+    reducer = trainer.reducer
+    states = [values for kind in trainer.optimizer.named_states().values() for values in kind]
+    held = [*reducer.weights, *trainer.grads, *states, *(w for w, _, _ in reducer.frozen)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    return sum(storages.values())
+
+
+def replicas_agree(trainer):
+    """Collective: do all ranks that hold the same slice of a weight hold the same bits? Compared by
+    hashes."""
+    world = trainer.mesh.world
+    hashes = {}  # group of ranks that hold the same slices -> {name: hash of this rank's}
+    for tag, weights in trainer.reducer.whole():
+        content = weights.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
+        for group in (tag.sum_over[0], *tag.shared_by):
+            hashes.setdefault(group, []).append(digest)
+    differing = torch.zeros(1, device=world.device)
+    for group in sorted(hashes, key=lambda group: group.name):  # all ranks in one order
+        own = torch.tensor(hashes[group], device=world.device)
+        # If hashes differ, at least one rank's is not the largest, and that rank notices
+        differing += (all_reduce(own.clone(), group, maximum) != own).any()
+    return world.read(all_reduce(differing, world)) == [0]
