@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from data.files import open_file, read_bytes, read_json
-from data.prepare import BYTES, PATTERN, make_encoding, prepare, say, token_type
+from data.prepare import BYTES, PATTERN, make_encoding, prepare, tell, token_type
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 GPT2_TOKENS = 50257
@@ -32,8 +32,14 @@ MAX_PREPARING = 300  # seconds to wait for another process that prepares the cor
 
 
 class DataError(ValueError):
-    """A file of tokens is damaged. One line. Unlike other ValueErrors it may come during the run,
-    because batches are read then, too: joined (run/processes.py) then ends all ranks."""
+    """What is wrong with a folder of data, in one line: before the run or, because batches are read
+    then, during it. joined (run/launch.py) then ends all ranks."""
+
+
+def with_fix(error, folder, source="SOURCE"):
+    """An error about the data in this folder as a DataError, which says what to do."""
+    what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+    return DataError(f"{what}; python data/prepare.py {source} --out {folder} writes this folder")
 
 
 # ---- the vocabulary of a prepared folder ----
@@ -77,7 +83,7 @@ def read_ranks(path):
 
 
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder. ValueError for the tokens of another tokenizer,
+    """The tiktoken.Encoding of a prepared folder. DataError for the tokens of another tokenizer,
     which meta.json names or whose number is not GPT-2's."""
     folder = Path(folder)
     try:
@@ -95,14 +101,8 @@ def load_tokenizer(folder):
             raise ValueError(f"{folder}/meta.json: vocab_size is {size}, but its tokenizer "
                              f"({name}) has {number} tokens")
     except (OSError, ValueError) as error:
-        raise ValueError(with_fix(error, folder)) from None
+        raise with_fix(error, folder) from None
     return make_encoding(name, ranks)
-
-
-def with_fix(error, folder, source="SOURCE"):
-    """An error about the data in this folder, in one line that says what to do."""
-    what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-    return f"{what}; python data/prepare.py {source} --out {folder} writes this folder"
 
 
 # ---- the batches of a prepared folder ----
@@ -115,35 +115,38 @@ class Data:
     def __init__(self, cfg, local_rank=0):
         self.folder = Path(cfg.data)
         self.block = cfg.block_size
-        self.source = "SOURCE"  # what errors advise to prepare
+        source = "SOURCE"
         if cfg.data in ("stdlib", "shakespeare"):
-            self.folder = Path(__file__).parent / cfg.data
-            self.source = cfg.data
-            self.prepare_or_wait(local_rank)
+            source = cfg.data
+            self.folder = Path(__file__).parent / source
+            self.prepare_or_wait(source, local_rank)
         try:
             self.meta = read_meta(self.folder)  # at least {"vocab_size": ...}
             self.vocab_size = self.meta["vocab_size"]
             self.train = self.memory_map("train")
             self.val = self.memory_map("val")
         except (OSError, ValueError) as error:
-            raise ValueError(with_fix(error, self.folder, self.source)) from None
+            raise with_fix(error, self.folder, source) from None
         # GPT-2's may need a download, and another's may be trained on without its tokenizer
         if self.meta.get("tokenizer") in ("bpe", "bytes"):
             load_tokenizer(self.folder)  # raises if it is damaged
         if cfg.tp > self.vocab_size:
-            raise ValueError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
+            raise DataError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
         for tokens in (self.train, self.val):
             if len(tokens) <= self.block:
-                raise ValueError(f"--block-size {self.block} is longer than {tokens.filename} "
-                                 f"allows, which has {len(tokens)} tokens; take less than that")
+                raise DataError(f"--block-size {self.block} is longer than {tokens.filename} "
+                                f"allows, which has {len(tokens)} tokens; take less than that")
 
-    def prepare_or_wait(self, local_rank):
+    def prepare_or_wait(self, source, local_rank):
         """Return once the folder has a meta.json, which prepare() writes last, or after
         MAX_PREPARING seconds."""
         meta = self.folder / "meta.json"
         if not meta.exists() and local_rank == 0:
-            say(f"preparing {self.source} as a corpus, once")
-            prepare((self.source,), self.folder)
+            tell(f"preparing {source} as a corpus, once")
+            try:
+                prepare((source,), self.folder)
+            except ValueError as error:
+                raise DataError(error) from None
         deadline = time.time() + MAX_PREPARING
         while not meta.exists() and time.time() < deadline:
             time.sleep(0.2)
@@ -175,16 +178,15 @@ class Data:
                             f"{self.folder} has {self.vocab_size} tokens")
 
     def fingerprint(self):
-        """A hash of meta.json's values, of the files' lengths, and of 64 pieces of each file. Other
-        data have another hash, unless they differ only between the pieces of a file of more than 2
-        million tokens."""
+        """A hash of the vocabulary, and of 64 pieces and the length of each file. Other data have
+        another hash, unless they differ between the pieces of a file of millions of tokens only."""
         digest = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode())
         length = 1 << 15  # tokens of a piece
         for tokens in (self.train, self.val):
             digest.update(b"%d" % len(tokens))
             for start in np.linspace(0, max(0, len(tokens) - length), 64).astype(int):
                 digest.update(tokens[start : start + length].tobytes())
-        return digest.digest()
+        return digest.hexdigest()
 
     def training(self, cfg, step, mesh):
         """This data rank's microbatches of a step: [(ids, targets)], (B, S) each."""

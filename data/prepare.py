@@ -62,7 +62,7 @@ MIN_BYTES = 1_000  # a smaller corpus is refused
 LEARN_CHARS = 8_000_000
 
 
-def say(text):
+def tell(text):
     """Print a line. If stdout is full or its reader has gone, drop this line and all later ones."""
     try:
         print(text, flush=True)
@@ -110,7 +110,7 @@ def read_source(source):
     Prints how many files of a folder are skipped."""
     if source == "shakespeare":
         return [(source, download_shakespeare())]
-    say(f"reading {source}")
+    tell(f"reading {source}")
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = files_under(root, NOT_STDLIB, ".py")
@@ -131,8 +131,8 @@ def read_source(source):
                                  "of a text file or a folder, or stdlib, or shakespeare") from error
             skipped.append(name)
     if skipped:
-        say(f"skipped {len(skipped)} of {len(paths)} files of {source}, which cannot be read as "
-            f"UTF-8 text: {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''}")
+        tell(f"skipped {len(skipped)} of {len(paths)} files of {source}, which cannot be read as "
+             f"UTF-8 text: {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''}")
     if not docs:
         raise ValueError(f"{source}: no file of UTF-8 text in {root}; give another path")
     return docs
@@ -328,9 +328,9 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     val_bytes = "".join(val_texts).encode()
     ranks = BYTES
     if learned:
-        say(f"learning {vocab_size} tokens")
+        tell(f"learning {vocab_size} tokens")
         ranks = learn_bpe("".join(train_texts)[:LEARN_CHARS], vocab_size)
-    say("encoding")
+    tell("encoding")
     enc = make_encoding(tokenizer, ranks)
     train = encode(enc, train_texts)
     val = encode(enc, val_texts)
@@ -352,12 +352,12 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
     write_whole(out, files)
 
-    say(f"corpus     {', '.join(sources)}: {len(docs)} files, "
-        f"{len(train_bytes) / 1e6:.2f} MB train, {len(val_bytes) / 1e6:.2f} MB val\n"
-        f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
-        f"token; gzip -9 needs {meta['gzip_bits_per_byte']:.3f} bits a byte\n"
-        f"tokens     {len(train):,} train, {len(val):,} val, in {out} "
-        f"({time.perf_counter() - start:.1f} s)")
+    tell(f"corpus     {', '.join(sources)}: {len(docs)} files, "
+         f"{len(train_bytes) / 1e6:.2f} MB train, {len(val_bytes) / 1e6:.2f} MB val\n"
+         f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
+         f"token; gzip -9 needs {meta['gzip_bits_per_byte']:.3f} bits a byte\n"
+         f"tokens     {len(train):,} train, {len(val):,} val, in {out} "
+         f"({time.perf_counter() - start:.1f} s)")
     return meta
 
 

@@ -16,17 +16,28 @@ import regex
 import tiktoken
 import torch
 
-import train
 from data import batches
-from data import prepare as prepare_file
 from data.batches import Data, DataError, load_tokenizer
 from data.files import read_json
 from data.prepare import BYTES, PATTERN, learn_bpe, prepare, read_source, train_and_val
 from model import ABSENT
-from tests.harness import HERE, VOCAB, config
-from tests.runs import one_line, random_corpus
+from tests.harness import HERE, VOCAB, refused
 
 FIX = "; python data/prepare.py SOURCE --out {} writes this folder"
+
+
+def config(data, block_size=8, batch_size=36, microbatches=1, seed=1337, tp=1):
+    """The flags that data/ reads."""
+    return SimpleNamespace(**{**locals(), "data": str(data)})
+
+
+def random_corpus(folder, train=99, val=99):
+    """Write prepared data of so many random tokens; return the folder."""
+    rng = np.random.default_rng(0)
+    for name, number in (("train", train), ("val", val)):
+        rng.integers(0, VOCAB, number).astype("<u2").tofile(folder / f"{name}.bin")
+    (folder / "meta.json").write_text(json.dumps({"vocab_size": VOCAB}))
+    return folder
 
 
 def place(index, of):
@@ -44,7 +55,7 @@ def joined(microbatches):
 
 def test_the_batch_of_a_step_is_the_same_in_every_layout(corpus):
     """... and is the one of (seed, step) by definition."""
-    cfg = config(corpus, microbatches=1, seed=3)
+    cfg = config(corpus, seed=3)
     tokens = np.fromfile(f"{corpus}/train.bin", "<u2").astype(int)
     length = cfg.block_size
     starts = np.random.default_rng([3, 7]).integers(0, len(tokens) - length, cfg.batch_size)
@@ -64,7 +75,7 @@ def test_the_batch_of_a_step_is_the_same_in_every_layout(corpus):
 @pytest.mark.parametrize("tokens,windows", [(64, 7), (65, 8), (9, 1)])
 def test_validation_covers_every_window_once(tmp_path, tokens, windows):
     """A window of 8 needs 9 tokens; the last batch is filled up with windows that do not count."""
-    cfg = config(random_corpus(tmp_path, train=9, val=tokens), microbatches=1, batch_size=4)
+    cfg = config(random_corpus(tmp_path, train=9, val=tokens), batch_size=4)
     values = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
     rows = [values[i : i + 8] for i in range(1, tokens - 7, 8)]
     assert len(rows) == windows
@@ -86,7 +97,7 @@ def test_tokens_have_16_bits_where_these_are_enough(vocab_size, dtype, tmp_path)
         np.array([7, vocab_size - 1] * 5).astype(dtype).tofile(tmp_path / f"{split}.bin")
     meta = {"vocab_size": vocab_size, "tokenizer": "of another program"}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert Data(config(str(tmp_path))).train.tolist() == [7, vocab_size - 1] * 5
+    assert Data(config(tmp_path)).train.tolist() == [7, vocab_size - 1] * 5
 
 
 def test_a_folder_of_nanogpt_is_read_as_it_is(tmp_path):
@@ -94,23 +105,23 @@ def test_a_folder_of_nanogpt_is_read_as_it_is(tmp_path):
     for split in ("train", "val"):
         np.arange(50247, 50257).astype("<u2").tofile(tmp_path / f"{split}.bin")
     os.mkfifo(tmp_path / "meta.pkl")
-    data = Data(config(str(tmp_path)))
+    data = Data(config(tmp_path))
     assert data.vocab_size == 50257 and data.val.tolist() == [*range(50247, 50257)]
 
 
 def test_data_that_differ_have_other_fingerprints(tmp_path):
     """train.bin is longer than a piece."""
-    def fingerprint(**tokens):
-        meta = tokens.pop("meta", {})
+    def fingerprint(change=None, **tokens):
         random_corpus(tmp_path, **{"train": 40_000, "val": 300, **tokens})
-        path = tmp_path / "meta.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | meta))
-        return Data(config(str(tmp_path))).fingerprint()
+        if change == "meta.json":
+            (tmp_path / change).write_text(json.dumps({"vocab_size": VOCAB + 1}))
+        elif change:  # its last token
+            (tmp_path / change).write_bytes((tmp_path / change).read_bytes()[:-2] + b"\7\0")
+        return Data(config(tmp_path)).fingerprint()
 
-    others = [{}, {"train": 40_001}, {"val": 301}, {"period": 39_999},
-              {"meta": {"bytes_per_token": 2}}]
-    assert len({fingerprint(**other) for other in others}) == len(others)
-    assert fingerprint() == fingerprint()
+    others = [fingerprint(), fingerprint(train=40_001), fingerprint(val=301),
+              *(fingerprint(name) for name in ("meta.json", "train.bin", "val.bin"))]
+    assert len(set(others)) == len(others) and fingerprint() == others[0]
 
 
 def test_the_first_process_of_a_machine_prepares_a_corpus_and_the_others_wait(
@@ -141,7 +152,7 @@ NO_DATA = [
     ("train.bin", os.mkfifo, "train.bin is not a regular file"),
     ("train.bin", SIXES.astype("<i8").tobytes(), "train.bin: every second token is 0"),
     ("val.bin", (SIXES + 61).astype("<u2").tobytes(), "val.bin holds token id 67, but the vocab"),
-    ("meta.json", {"val_tokens": 701}, "val.bin does not fit its meta.json: 1400 bytes for 701 "),
+    ("meta.json", {"val_tokens": 701}, "val.bin does not fit its meta.json: 198 bytes for 701 "),
     ("meta.json", {"val_tokens": "7"}, "val.bin does not fit its meta.json"),
     ("meta.json", lambda path: path.symlink_to("/dev/zero"), "meta.json is not a regular file"),
     ("meta.json", os.mkdir, "meta.json is not a regular file"),
@@ -167,8 +178,8 @@ NO_DATA = [
 
 @pytest.mark.parametrize("name,content,says", NO_DATA, ids=lambda x: str(x)[:40])
 def test_what_is_no_data_is_one_line_with_file_value_and_fix(
-        name, content, says, corpus, tmp_path):
-    path = shutil.copytree(corpus, tmp_path / "data") / name
+        name, content, says, tmp_path):
+    path = random_corpus(tmp_path) / name
     meta = {"vocab_size": 67, "tokenizer": "bpe" if name == "vocab.tiktoken" else "bytes"}
     (path.parent / "meta.json").write_text(json.dumps(meta))
     path.unlink(missing_ok=True)
@@ -178,25 +189,26 @@ def test_what_is_no_data_is_one_line_with_file_value_and_fix(
         path.write_bytes(content)
     elif content:
         content(path)
-    with pytest.raises(ValueError) as error:
-        Data(config(str(path.parent)))
+    with pytest.raises(DataError) as error:
+        Data(config(path.parent))
     said = str(error.value)
     assert said.startswith(f"{path.parent}/") and says in said and "\n" not in said, said
     assert said.endswith(FIX.format(path.parent)), said
 
 
-def test_a_fix_names_the_flag_or_the_corpus(tmp_path, corpus, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="^--block-size 9 is longer than .*/train.bin allows, "):
+def test_a_fix_names_the_flag_or_the_corpus(tmp_path, corpus, monkeypatch):
+    with pytest.raises(DataError, match="^--block-size 9 is longer than .*/train.bin allows, "):
         Data(config(random_corpus(tmp_path, train=9, val=10), block_size=9))
-    with pytest.raises(ValueError, match="^--tp 68 must be at most the vocabulary of 67"):
+    with pytest.raises(DataError, match="^--tp 68 must be at most the vocabulary of 67"):
         Data(config(corpus, tp=68))
-    argv = ["train.py", "--data", tmp_path / "none", "--out", tmp_path / "out", "--device", "cpu"]
-    assert one_line(train.main, argv, capsys, monkeypatch) == (
-        f"train.py: {tmp_path}/none: no prepared data there{FIX.format(tmp_path / 'none')}\n")
+    none = tmp_path / "none"
+    with pytest.raises(DataError) as error:
+        Data(config(none))
+    assert str(error.value) == f"{none}: no prepared data there" + FIX.format(none)
     monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
     (tmp_path / "stdlib").mkdir()
     (tmp_path / "stdlib/meta.json").write_text("{")
-    with pytest.raises(ValueError, match="; python data/prepare.py stdlib --out .*/stdlib writes"):
+    with pytest.raises(DataError, match="; python data/prepare.py stdlib --out .*/stdlib writes"):
         Data(config("stdlib"))
 
 
@@ -209,13 +221,13 @@ def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, tmp_path, monkeypa
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("tries a download"))
     if meta:
         (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(DataError) as error:
         load_tokenizer(tmp_path)
     assert says in str(error.value) and str(error.value).endswith(FIX.format(tmp_path))
 
 
 def test_a_file_that_is_cut_off_during_the_run_is_named(tmp_path):
-    cfg = config(random_corpus(tmp_path, train=99, val=99), microbatches=1)
+    cfg = config(random_corpus(tmp_path))
     data = Data(cfg)
     os.truncate(tmp_path / "train.bin", 90)
     with pytest.raises(DataError, match="train.bin was cut off during the run"):
@@ -253,7 +265,7 @@ def test_text_becomes_tokens_and_text_again_and_twice_the_same_bytes(
     assert metas[0] == metas[1] == json.loads(files[0]["meta.json"]) and files[0] == files[1]
     assert ("vocab.tiktoken" in files[0]) == (tokenizer == "bpe") and len(files[0]) <= 4
 
-    data = Data(config(str(tmp_path / "a")))
+    data = Data(config(tmp_path / "a"))
     assert data.vocab_size == {"bpe": 300, "bytes": 256, "gpt2": 50257}[tokenizer]
     parts = train_and_val(read_source(texts))
     for tokens, part in zip((data.train, data.val), parts, strict=True):
@@ -333,13 +345,11 @@ def test_files_of_a_folder_that_are_no_text_are_skipped_and_counted(tmp_path, ca
     ("/dev/zero", "/dev/zero is not a regular file"),
     ("small", "small to split; give at least 1000 bytes"), ("empty", "no file of UTF-8 text in"),
     ("texts --out /proc/x", "/proc/x: cannot be written (")])
-def test_what_prepare_cannot_do_is_one_line(words, says, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_prepare_cannot_do_is_one_line(words, says, tmp_path):
     write_texts(tmp_path / "texts")
     (tmp_path / "small").write_text("a text\n")
     (tmp_path / "empty").mkdir()
-    argv = ["prepare.py", *words.split()]
-    assert says in one_line(prepare_file.main, argv, capsys, monkeypatch)
+    assert says in refused(HERE / "data/prepare.py", *words.split(), cwd=tmp_path)
 
 
 @pytest.mark.parametrize("stdout", ["> /dev/full", "| true", ">&-"])
@@ -348,4 +358,4 @@ def test_prepare_does_its_work_where_nobody_can_read_what_it_says(stdout, tmp_pa
     line = f"{sys.executable} data/prepare.py {texts} --out {tmp_path}/out {stdout}"
     run = subprocess.run(line, shell=True, cwd=HERE, capture_output=True)
     assert (run.returncode, run.stderr) == (0, b"")
-    assert len(Data(config(str(tmp_path / "out"))).val) > 0
+    assert len(Data(config(tmp_path / "out")).val) > 0
