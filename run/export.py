@@ -1,7 +1,9 @@
-"""Exports a checkpoint as a folder for Hugging Face's GPT2LMHeadModel or LlamaForCausalLM.
+"""Exports a checkpoint as a folder for Hugging Face's GPT2LMHeadModel or LlamaForCausalLM, and
+AutoTokenizer.
 
-Names and shapes: run/hugging_face.py. A tied lm_head is left out. The tokenizer stays in the folder
-of the training data; GPT-2's own is AutoTokenizer.from_pretrained("gpt2").
+Names and shapes: run/hugging_face.py. A tied lm_head is left out. The tokenizer is that of the
+training data. No tokenizer is written if the run used GPT-2's own, which
+AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's characters).
 
     python -m run.export --out out --to gpt2-folder
 """
@@ -25,8 +27,10 @@ import errno
 import json
 from pathlib import Path
 
+from data.tokenizer import tokenizer_files
 from run import checkpoint, tensorfile
 from run.hugging_face import CONFIG, CONV1D, config_json, llama_names
+from run.signals import in_words
 from run.tensorfile import about
 from run.weights import load_model
 from sizes import LlamaConfig
@@ -54,12 +58,13 @@ def write_weights(path, tensors):
 
 
 def export(folder, to):
-    """Write a checkpoint to the new folder `to`: weights in float32, config.json. Returns a
-    sentence that names the files. ValueError if the checkpoint is damaged, if its model has experts
-    or other parameters than Hugging Face's, if `to` has a checkpoint's name, or if the disk is
-    full; OSError if the folder exists or cannot be made."""
+    """Write a checkpoint to the new folder `to`: weights in float32, config.json, the tokenizer.
+    Returns a sentence that names the files. ValueError if the checkpoint is damaged, if its model
+    has experts or other parameters than Hugging Face's, if `to` has a checkpoint's name, or if the
+    disk is full; OSError if the folder exists or cannot be made."""
     model = load_model(folder)
     manifest = checkpoint.read_manifest(folder)
+    data = manifest["data"]
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: neither GPT-2 nor Llama has experts")
@@ -75,16 +80,21 @@ def export(folder, to):
         tensors.update(tensors_of(name, param.data, config))
     part.mkdir(parents=True)
     write_weights(part / "model.safetensors", tensors)
-    # GPT-2's own, also in nanoGPT's vocabulary of 50,304. Else not known: in nanoGPT's characters
-    # token 0 is mostly the line break
-    end_of_text = 50256 if 50257 <= config.vocab_size <= 50304 else None
-    files = {CONFIG: config_json(config, end_of_text, manifest.get("kept"))}
+    note = ""
+    try:
+        tokenizer, end_of_text = tokenizer_files(data, config)
+    except (ValueError, OSError) as error:
+        note = f"; without a tokenizer: {in_words(error)}"
+        tokenizer = {}
+        # GPT-2's own, also in nanoGPT's vocabulary of 50,304. Else not known: in nanoGPT's
+        # characters token 0 is mostly the line break
+        end_of_text = 50256 if 50257 <= config.vocab_size <= 50304 else None
+    files = {CONFIG: config_json(config, end_of_text, manifest.get("kept")), **tokenizer}
     for name, content in files.items():
         with about(part / name):
             (part / name).write_text(json.dumps(content, indent=1))
     part.rename(to)
-    return (f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}; the tokenizer stays "
-            f"in {manifest['data']}")
+    return f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}{note}"
 
 
 def main():

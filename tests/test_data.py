@@ -176,7 +176,7 @@ NO_DATA = [
     ("vocab.tiktoken", LINES[:-9], "vocab.tiktoken: not every byte is a token")]
 
 
-@pytest.mark.parametrize("name,content,says", NO_DATA, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize("name,content,says", NO_DATA, ids=[row[-1] for row in NO_DATA])
 def test_what_is_no_data_is_one_line_with_file_value_and_fix(
         name, content, says, tmp_path):
     path = random_corpus(tmp_path) / name

@@ -589,7 +589,7 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     ("out", "nowhere", "nowhere: no complete checkpoint there"),
     ("seed", -1, "--seed -1 must be at least 0, and below 2^63"),
     ("device", "xyz", "argument --device: invalid choice: 'xyz' "),
-    ("data", "typo", "typo: no prepared data there; python"),
+    ("data", "typo", "typo: no such folder of prepared data"),
     ("samples", 0, "--samples 0 must be from 1 to 1000"),
     ("temperature", "nan", "--temperature nan must be from 0 to 1e+308")])
 def test_a_wrong_flag_of_sample_is_one_line(trained, name, value, says, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """Files from strangers are read as data: whatever lies in the place of a file, reading it ends
 soon, with one line that names file, field and value. (Weights: test_weights.py; damage of a
-checkpoint: test_checkpoint.py; data: test_data.py.)"""
+checkpoint: test_checkpoint.py; --data: test_commands.py.)"""
 
 import json
 import os
@@ -12,11 +12,13 @@ import pytest
 
 import sample
 import train
+from data.batches import Data, load_tokenizer
 from data.foreign import read_json
 from run import checkpoint, export, weights
 from run.hugging_face import flags_of_folder
 from run.tensorfile import CheckpointError
 from run.weights import INDEX, read_headers
+from tests.harness import config
 from tests.runs import contents, flags, one_line
 
 ZEROS = 40 * 10**9  # bytes of a file without content on the disk
@@ -32,8 +34,9 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name,read", [
     ("config.json", flags_of_folder), (INDEX, read_headers), (checkpoint.MODEL, read_headers),
-    (checkpoint.MANIFEST, checkpoint.read_manifest)],
-    ids=["config", "index", "tensors", "manifest"])
+    (checkpoint.MANIFEST, checkpoint.read_manifest), ("meta.json", load_tokenizer),
+    ("meta.json", lambda folder: Data(config(str(folder))))],
+    ids=["config", "index", "tensors", "manifest", "tokenizer", "data"])
 def test_whatever_lies_in_the_place_of_a_file_is_refused_by_its_name(place, name, read, tmp_path):
     put, says = PLACES[place]
     put(tmp_path / name)

@@ -8,12 +8,15 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 
 import sample
 import train
+from data.batches import Data, load_tokenizer
 from data.prepare import prepare
+from data.tokenizer import tokenizer_files
 from experts import kind_of
 from mesh import Mesh
 from model import build
@@ -282,7 +285,7 @@ def test_another_model_in_config_json_is_refused(given, says, tmp_path):
 def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
     new = tmp_path / "new"
     said = export_file.export(trained / "step-00000004", new)
-    assert "the tokenizer stays in " in said
+    assert "without a tokenizer: the tokenizer of" in said and "256 tokens, the model 67" in said
     model = load_model(trained / "step-00000004")
     shapes = {name: p.shape for name, p in model.canonical_parameters()}
     get = read_weights(new / "model.safetensors", shapes, model.config)
@@ -364,7 +367,7 @@ def test_gpt2s_own_tokenizer_ends_a_text_with_token_50256(words, end, tmp_path, 
     model = build(GPTConfig(words, 8, 1, 1, 2))
     monkeypatch.setattr(export_file, "load_model", lambda folder: model)
     monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: {"data": "nowhere"})
-    assert "the tokenizer stays in nowhere" in export_file.export("a", tmp_path / "new")
+    assert "without a tokenizer" in export_file.export("a", tmp_path / "new")
     assert json.loads((tmp_path / "new/config.json").read_text())["eos_token_id"] == end
 
 
@@ -378,6 +381,20 @@ def test_hugging_faces_gpt2_computes_our_logits(trained, tmp_path):
         assert (theirs(ids).logits - model(ids)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("meta,says", [
+    ({"vocab_size": 49152}, "its vocab_size is 49152, GPT-2's tokenizer has 50257 tokens"),
+    ({"vocab_size": 50304, "tokenizer": "gpt2"}, "its vocab_size is 50304, GPT-2's"),
+    ({"vocab_size": 50257, "tokenizer": "HuggingFaceTB/SmolLM-135M"},
+     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2 and bytes can")])
+def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("takes GPT-2's words"))
+    shutil.copytree(corpus, tmp_path / "data")
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=f"meta.json: {says}"):
+        load_tokenizer(tmp_path / "data")
+    assert Data(config(str(tmp_path / "data"))).vocab_size == meta["vocab_size"]  # can be trained
+
+
 def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, tmp_path, capsys,
                                                                        monkeypatch):
     folder = shutil.copytree(trained / "step-00000004", tmp_path / "one")
@@ -386,6 +403,18 @@ def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, t
         main = sample.main if argv[0] == "sample.py" else export_file.main
         error = one_line(main, argv, capsys, monkeypatch)
         assert "manifest.json: damaged (it has no seal); take another checkpoint" in error
+
+
+def test_hugging_faces_tokenizers_opens_ours(tmp_path):
+    text = "a = aa + aaa  # 3 + 33\n\n\tif a: 'héß 你好 😀'\n" * 40
+    (tmp_path / "text").write_text(text)
+    prepare([tmp_path / "text"], tmp_path / "data", vocab_size=280)
+    files, end = tokenizer_files(tmp_path / "data", GPTConfig(280))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(files["tokenizer.json"]))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
+        ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
+        assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
 
 
 def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tmp_path, capsys,
