@@ -248,7 +248,7 @@ def begin(cfg, data, world):
                 found = str(([(0, "")] + complete(cfg.out))[-1][1])
             elif cfg.resume != "no":
                 found = str(find(cfg.resume))
-    mine = f"{cfg}, {len(data.train)} and {len(data.val)} tokens of {data.vocab_size}"
+    mine = f"{cfg}, data {data.fingerprint()}"
     texts = all_gather_text(mine, world)
     for rank, theirs in enumerate(texts):
         if theirs != texts[0]:

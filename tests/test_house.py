@@ -12,12 +12,10 @@ import pytest
 
 import schedules
 from collectives import CommunicationError, naming
-from data import batches
 from data import prepare as prepare_file
-from data.batches import Data
 from run import export as export_file
 from run.log import peak_of_process
-from tests.harness import HERE, config
+from tests.harness import HERE
 from tests.runs import command, one_line
 
 ENTRIES = set("""
@@ -171,16 +169,6 @@ def test_a_peak_is_that_of_the_process_and_not_of_its_parent():
     held = bytearray(b"x") * (600 << 20)
     child = command("-c", "from run import log; print(log.peak_of_process())")
     assert int(child.stdout) < len(held) < peak_of_process()
-
-
-def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
-    def prepare(sources, folder):
-        shutil.copytree(corpus, folder)
-
-    monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
-    monkeypatch.setattr(batches, "prepare", prepare)
-    Data(config("stdlib"))
-    assert capsys.readouterr().out == "preparing stdlib as a corpus, once\n"
 
 
 def test_stages_are_cut_by_cost():

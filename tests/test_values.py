@@ -5,18 +5,15 @@ import io
 import itertools
 import json
 import math
-import shutil
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import train
 from collectives import Group
-from data import batches
 from data.batches import Data
 from mesh import Mesh
 from model import ABSENT, Head, build, initial_value
@@ -30,7 +27,6 @@ from sizes import GPTConfig
 from tensor_parallel import VocabularyHead, copy_to_ranks
 from tests.harness import BATCH, SHAPE, VOCAB, Raw, close, config
 from tests.isolation import as_it_was
-from tests.runs import random_corpus
 
 # ---- the model ----
 
@@ -341,94 +337,6 @@ def test_a_checkpoint_past_the_last_step_is_refused_and_the_newest_was_written_l
 
 
 # ---- batches, defaults, the log ----
-
-
-def test_windows_reach_the_last_token_and_no_further(tmp_path):
-    """9 tokens have one window of 8 and its targets; 64 tokens of val.bin have 7, 65 have 8."""
-    for n, windows in ((64, 7), (65, 8)):
-        cfg = config(random_corpus(tmp_path, train=9, val=n), microbatches=1, batch_size=4)
-        data = Data(cfg)
-        tokens = np.fromfile(tmp_path / "train.bin", "<u2").tolist()
-        (ids, targets), = data.training(cfg, 5, Mesh(dp=1))
-        assert ids.tolist() == [tokens[:8]] * 4 and targets.tolist() == [tokens[1:]] * 4
-        found, batches = data.validation(cfg, Mesh(dp=1))
-        targets = torch.cat([targets for (_, targets), in batches])
-        tokens = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
-        assert found == windows and targets.tolist() == [
-            *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)),
-            *[[ABSENT] * 8] * (8 - windows)]
-
-
-def test_data_that_differ_have_other_fingerprints(tmp_path):
-    """The last token of either file, a file's length, a value of meta.json. train.bin is longer
-    than a piece."""
-    def fingerprint(change=None):
-        folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        folder.mkdir()
-        random_corpus(folder, train=40_000, val=300)
-        if change:
-            change(folder)
-        return Data(config(str(folder))).fingerprint()
-
-    def other_token(name):
-        def change(folder):
-            tokens = np.memmap(folder / name, "<u2", "r+")
-            tokens[-1] = (tokens[-1] + 1) % VOCAB
-            tokens.flush()
-        return change
-
-    def longer(name):
-        return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + b"\0\0")
-
-    def other_meta(folder):
-        meta = json.loads((folder / "meta.json").read_text())
-        (folder / "meta.json").write_text(json.dumps({**meta, "bytes_per_token": 2.0}))
-
-    changes = [None, other_meta, *(change(name) for change in (other_token, longer)
-                                   for name in ("train.bin", "val.bin"))]
-    assert len({fingerprint(change) for change in changes}) == len(changes)
-    assert fingerprint() == fingerprint()
-
-
-def test_a_file_shorter_than_meta_json_says_or_than_a_window_is_refused(tmp_path):
-    """A window of 8 needs 9 tokens. Where meta.json has a number of tokens, it is the file's."""
-    random_corpus(tmp_path, train=9, val=9)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    Data(config(str(tmp_path)))
-    says = "--block-size 9 is longer than .*/train.bin allows, which has 9"
-    with pytest.raises(ValueError, match=says):
-        Data(config(str(tmp_path), block_size=9))
-    for split in ("train", "val"):
-        (tmp_path / "meta.json").write_text(json.dumps({**meta, f"{split}_tokens": 10}))
-        says = f"{split}.bin does not fit its meta.json: 18 bytes for 10 tokens"
-        with pytest.raises(ValueError, match=says):
-            Data(config(str(tmp_path)))
-
-
-@pytest.mark.parametrize("kind", ["<i8", "<u4"])
-def test_tokens_of_more_bytes_than_two_are_not_read_as_two(kind, tmp_path):
-    """A folder without a meta.json, as nanoGPT makes it: read as uint16, the tokens would be of
-    GPT-2's vocabulary."""
-    for split in ("train", "val"):
-        np.arange(1, 40).astype(kind).tofile(tmp_path / f"{split}.bin")
-    with pytest.raises(ValueError, match="train.bin: every second token is 0"):
-        Data(config(str(tmp_path)))
-
-
-def test_one_process_of_a_machine_prepares_a_corpus_and_the_others_wait(corpus, tmp_path,
-                                                                        monkeypatch, capsys):
-    slept = []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 3:  # the process with local rank 0 is done
-            shutil.copytree(corpus, tmp_path / "stdlib")
-
-    monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
-    monkeypatch.setattr(batches, "prepare", lambda *args: pytest.fail("prepared by another, too"))
-    monkeypatch.setattr(batches.time, "sleep", sleep)
-    assert Data(config("stdlib"), local_rank=1).vocab_size == VOCAB
-    assert len(slept) == 3 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("flags,world,want", [
