@@ -103,7 +103,7 @@ class LlamaConfig(GPTConfig):
 
 
 def config_of(cfg, vocab_size):
-    """The GPTConfig or LlamaConfig that a Config (run/config.py) describes."""
+    """The GPTConfig or LlamaConfig that a Config (run/flags.py) describes."""
     kind = GPTConfig if cfg.arch == "gpt2" else LlamaConfig
     given = {f.name: getattr(cfg, f.name) for f in fields(kind) if hasattr(cfg, f.name)}
     given["vocab_size"] = vocab_size

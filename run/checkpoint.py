@@ -26,6 +26,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from collections import namedtuple
 from contextlib import contextmanager
@@ -38,7 +39,6 @@ from collectives import all_gather, all_reduce, maximum
 from data.files import open_file, read_json
 from experts import on_meta, shapes_of
 from model import UNTIED
-from run.launch import program, say
 from shard import bounds
 from sizes import config_from
 
@@ -222,7 +222,7 @@ def complete(out):
                 read_header(folder / file)
             found.append((read_manifest(folder).get("number", 0), folder))
         except CheckpointError as error:
-            say(f"{program()}: {folder} skipped: {error}")
+            print(f"{folder} skipped: {error}", file=sys.stderr)
     return sorted(found)
 
 
