@@ -239,11 +239,11 @@ def train(cfg, mesh, local_rank):
 
 
 def main():
-    from run.flags import read_flags
+    from run.flags import read_command_line
     from run.launch import joined, place
 
     _, world, local_rank, _ = place()
-    cfg, _ = read_flags(__doc__, world)  # as start() did
+    cfg, _ = read_command_line(__doc__, world)  # as start() did
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, local_rank)

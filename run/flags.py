@@ -158,7 +158,7 @@ def parse(args=None, description=None):
     return Config(**given)
 
 
-def read_flags(description, world):
+def read_command_line(description, world):
     """(Config, number of ranks) of this command line, for `world` processes. What is wrong ends the
     process (fail)."""
     try:

@@ -31,7 +31,7 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from run.flags import check_device, fail, in_words, program, read_flags
+from run.flags import check_device, fail, in_words, program, read_command_line
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 # What the launcher tells a rank in its environment, beside torchrun's variables
@@ -78,7 +78,7 @@ def start(description):
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launch() blocks them while it starts ranks
     rank, world, *_ = place()
-    cfg, ranks = read_flags(description, world)
+    cfg, ranks = read_command_line(description, world)
     if rank == 0 and LAUNCHER not in os.environ:
         axes = {"data": cfg.dp, "pipeline": cfg.pp, "context": cfg.cp, "tensor": cfg.tp}
         split = " x ".join(f"{size} {name}" for name, size in axes.items() if size > 1)
@@ -162,7 +162,7 @@ def launch(size, grace):
             process.kill()
             process.wait()
     by_signal = {rank: -code for rank, code in enumerate(ended) if code is not None and code < 0}
-    if received and by_signal:
+    if received and (by_signal or len(received) > 1):
         say(f"{program()}: stopped by {signal.Signals(received[0]).name}")
         return 128 + received[0]
     for rank, number in by_signal.items():

@@ -35,7 +35,6 @@ from transport.background import Background
 MAX_SKIPPED = 5  # the run gives up after so many steps in a row whose norm is not finite
 LOG_INTERVAL = 20  # steps between printed lines, after the first ten
 METRICS = "metrics.jsonl"
-ROOT = Path(__file__).parent.parent  # the repository
 
 
 class Log:

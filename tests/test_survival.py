@@ -186,9 +186,10 @@ def test_standard_output_that_is_full_or_gone_does_not_end_a_run(corpus, tmp_pat
 
 def test_a_disk_that_fills_up_ends_all_ranks_with_the_files_name(corpus, tmp_path):
     out = tmp_path / "out"
-    run = Run(2, flags(corpus, out, dp=2, n_embd=64, save_interval=1), tmp_path, limit=100_000)
-    assert run.wait() == [2, 2]
-    line = run.read()
+    run = Run(2, flags(corpus, out, dp=2, n_embd=64, save_interval=1), tmp_path,
+              limit=1_200_000)
+    codes, line = run.wait(), run.read()
+    assert codes == [2, 2], line
     assert line.count("\n") == 1 and "optimizer.safetensors" in line and "too large" in line, line
     assert not [*out.glob("step-????????")]
 
