@@ -64,7 +64,9 @@ def about(path, tensor=""):
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        where = f"{getattr(error, 'filename', None) or path}" + (f", tensor {tensor}" * bool(tensor))
+        where = str(getattr(error, "filename", None) or path)
+        if tensor:
+            where += f", tensor {tensor}"
         what = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
         raise CheckpointError(f"{where}: {what}") from None
 
@@ -108,15 +110,15 @@ def entries_of(path, header, start, size):
     header.pop("__metadata__", None)
     for name, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = (start + offset for offset in value["data_offsets"])
-        shape = torch.Size(value["shape"])
-        if value["dtype"] in DTYPES and end - begin != shape.numel() * DTYPES[value["dtype"]].itemsize:
+        shape, code = torch.Size(value["shape"]), value["dtype"]
+        if code in DTYPES and end - begin != shape.numel() * DTYPES[code].itemsize:
             raise CheckpointError(f"{path}, tensor {name}: {end - begin} bytes for {[*shape]}")
         if begin < last:
             raise CheckpointError(f"{path}, tensor {name}: overlaps another one")
         if end > size:
             raise CheckpointError(f"{path}, tensor {name}: cut off at the end of the file")
         last = end
-        entries[name] = Entry(path, name, value["dtype"], shape, begin, end)
+        entries[name] = Entry(path, name, code, shape, begin, end)
     return entries
 
 
@@ -168,7 +170,8 @@ def move(entry, tag, start, values, saving):
 def all_gather_text(text, world):
     """Collective: the list of every rank's text. White space at the end is lost."""
     data = bytearray(text.encode(errors="surrogateescape") + b" ")
-    longest, = world.read(all_reduce(torch.tensor([len(data)], device=world.device), world, maximum))
+    length = torch.tensor([len(data)], device=world.device)
+    longest, = world.read(all_reduce(length, world, maximum))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
     texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
     return [bytes(row).decode(errors="surrogateescape").rstrip()
@@ -197,16 +200,14 @@ def read_manifest(folder):
     path = Path(folder, MANIFEST)
     with about(path):
         manifest = read_json(path)
-        step, model = manifest.get("step"), manifest.get("model")
-        if type(step) is not int or step < 0 or type(model) is not dict:
-            raise ValueError("damaged: it has no step, or no model")
         try:
-            config_from(model)
-        except TypeError as error:
-            raise ValueError(f"damaged: {error}") from None
-        for name in ("number", "updates", "good_steps", "scale"):
-            if not 0 <= float(manifest.get(name, 0)) < math.inf:
-                raise ValueError(f"damaged: its {name} is {manifest[name]!r:.40}")
+            config_from(manifest["model"])
+            for name in ("step", "number", "updates", "good_steps", "scale"):
+                if not 0 <= manifest[name] < math.inf:
+                    raise ValueError(f"its {name} is {manifest[name]}")
+            range(manifest["step"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"damaged ({error})") from None
     return manifest
 
 
@@ -297,7 +298,8 @@ def files_of(trainer, folder):
     states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained
               for kind in trainer.optimizer.named_states()}
     wide = torch.promote_types(trainer.dtype, torch.float32)
-    return [(folder / MODEL, CODES[trainer.dtype], shapes), (folder / OPTIMIZER, CODES[wide], states)]
+    return [(folder / MODEL, CODES[trainer.dtype], shapes),
+            (folder / OPTIMIZER, CODES[wide], states)]
 
 
 def is_finite(trainer):
@@ -358,9 +360,10 @@ def save(trainer, step, data_folder=""):
                 move(entries[name], tag, start + first, values[first:stop], saving=True)
     with together(world), about(folder):
         if world.rank == 0:
+            numbers = trainer.optimizer.numbers().items()
             manifest = {"number": time.time_ns(),  # the order of writing
                         "step": step,
-                        **{name: value.item() for name, value in trainer.optimizer.numbers().items()},
+                        **{name: value.item() for name, value in numbers},
                         "model": asdict(trainer.model_config),
                         "config": vars(trainer.cfg),
                         "data": str(Path(data_folder).resolve())}
@@ -397,8 +400,8 @@ def value_from(folder, config, dtype):
 @torch.no_grad()
 def load(trainer, folder):
     """Collective: give every rank its pieces of the optimizer's states; the weights came by
-    value_from(). Returns the number of steps done. CheckpointError, on every rank, if the checkpoint is
-    damaged or past --steps."""
+    value_from(). Returns the number of steps done. CheckpointError, on every rank, if the
+    checkpoint is damaged or past --steps."""
     world = trainer.mesh.world
     with together(world):
         manifest = read_manifest(folder)

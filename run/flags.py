@@ -260,7 +260,7 @@ def check_layout(cfg, world):
         require(hidden % cfg.top_k == 0, f"{given(cfg, 'top_k')} must divide {hidden}, the hidden "
                 "units of an MLP; try 1, 2 or 4")
 
-    # Each stage needs a layer; a schedule in rounds, such as interleaved, has P microbatches a round
+    # Each stage needs a layer; a schedule in rounds has P microbatches in each
     stages = cfg.pp * SCHEDULES[cfg.schedule].chunks
     require(stages <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'schedule')}: {stages} stages must be "
             f"at most --n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")

@@ -1,7 +1,7 @@
 """Prints the lines of a run, and writes them to metrics.jsonl in --out as JSON: one line per step,
 and one per validation.
 
-    step    40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  1 min 8 s left
+    step 40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  0 min 9 s left
 
 comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU the host
 waits for none, so the log leaves it out.)
@@ -160,9 +160,10 @@ class Log:
             peak = self.world.size * peak_flops(torch.cuda.get_device_name())
             flops = rate * self.trainer.model_config.flops_per_token(self.n_params)
             share += f"  mfu {flops / peak:.1%}" if peak else ""
-        minutes, left = divmod(round((cfg.steps - 1 - step) * median(self.recent)), 60)
+        minutes, rest = divmod(round((cfg.steps - 1 - step) * median(self.recent)), 60)
         self.say(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  lr {lr:.2e}  "
-                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{share}  {minutes} min {left} s left")
+                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{share}  "
+                 f"{minutes} min {rest} s left")
 
     def validation(self, step, loss, last=False):
         """Print and write a validation's loss, per token and, if the data's meta.json says how long
@@ -304,8 +305,8 @@ def story(sent, which):
     for seconds, src, dst, axis, what, shape, size in sorted(sent):
         if which in ("all", str(src), str(dst), *axis.split("+")):
             size_text = "x".join(map(str, shape))
-            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  {what:52} "
-                         f"{size_text:>12} {size:>10,} bytes")
+            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  "
+                         f"{what:52} {size_text:>12} {size:>10,} bytes")
             times[axis] += 1
             nbytes[axis] += size
     return "\n".join(lines + [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes"
