@@ -70,7 +70,7 @@ def place():
 
 def start(description):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit."""
-    if os.name == "nt":
+    if sys.platform == "win32":
         fail("needs Linux or macOS; on Windows use WSL")
     # Let torch take GPU memory in segments that grow; and print no warnings around our one line
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -125,7 +125,9 @@ def start_rank(rank, size, path, files):
     threads = max(1, available_cores() // size)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
                  LAUNCHER: os.getpid(), MEETING: path}
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ,
+    # gloo: over loopback, which needs no address of this machine's name
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    environment = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, **os.environ,
                    **{name: str(value) for name, value in variables.items()}}
     # orig_argv: with the interpreter's own flags, such as -O. A session of its own: a terminal's
     # Ctrl-C reaches the launcher alone, which passes it on once

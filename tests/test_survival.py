@@ -5,23 +5,27 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import train
-from tests.harness import HERE, Run, children, command, flags, gone, losses, start, until
+from tests.harness import Run, children, command, flags, gone, losses, start, until
 
 ENDLESS = 10**6  # steps
+
+
+def wait_for_steps(out, process=None):
+    """Wait until a run has trained its first steps, or has ended."""
+    metrics = Path(out, "metrics.jsonl")
+    until(lambda: (process and process.poll() is not None)
+          or (metrics.exists() and metrics.stat().st_size > 300))
 
 
 def training(corpus, out, env=None, **more):
     """(the launcher of a run that has trained its first steps, the pids of its ranks)."""
     process = start("train.py", *flags(corpus, out, **{"steps": ENDLESS, **more}), env=env)
-    metrics = Path(out, "metrics.jsonl")
-    until(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 300))
+    wait_for_steps(out, process)
     assert process.poll() is None, process.communicate()
     return process, children(process.pid)
 
@@ -36,38 +40,34 @@ def ending(process):
 
 
 def test_a_killed_rank_ends_all_with_its_number(corpus, tmp_path):
-    process, ranks = training(corpus, tmp_path, dp=2, tp=2)
-    os.kill(ranks[2], signal.SIGKILL)
+    process, ranks = training(corpus, tmp_path, dp=2)
+    os.kill(ranks[1], signal.SIGKILL)
     code, lines = ending(process)
-    assert code == 1 and gone(ranks)
-    assert any(re.search(r"rank \d: .* (from|to) rank 2: connection closed", line)
-               for line in lines), lines
-    assert lines[-1] == "train.py: rank 2 was ended by signal 9 (Killed)" and len(lines) == 2, lines
+    assert code == 1 and gone(ranks) and len(lines) == 2, lines
+    assert re.search(r"rank 0: .* (from|to) rank 1: connection closed", lines[0]), lines
+    assert lines[1] == "train.py: rank 1 was ended by signal 9 (Killed)"
 
 
 def test_a_stopped_rank_is_named_within_twice_the_timeout(corpus, tmp_path):
-    process, ranks = training(corpus, tmp_path, tp=2, pp=2, timeout=4)
-    os.kill(ranks[3], signal.SIGSTOP)
+    run = Run(4, flags(corpus, tmp_path, tp=2, pp=2, timeout=3, steps=ENDLESS), tmp_path)
+    wait_for_steps(tmp_path)
+    run.signal(3, signal.SIGSTOP)
     begin = time.time()
-    code, lines = ending(process)
-    assert code == 1 and gone(ranks) and time.time() - begin < 8 + 5  # a busy machine's processes
-    line, *rest = lines
-    assert re.search(r"rank \d: .*rank 3: not within 4 s$", line), lines
-    assert all("rank 3 was ended by" in other for other in rest), lines
+    assert run.wait(but=[3]) == [1, 1, 1]
+    assert time.time() - begin < 6 + 5  # a busy machine's processes
+    assert re.fullmatch(r".*rank \d: .*rank 3: not within 3 s\n", run.read()), run.read()
 
 
-def test_ranks_end_with_their_launcher_even_one_that_is_stopped(corpus, tmp_path):
-    process, ranks = training(corpus, tmp_path, dp=2)
+def test_ranks_end_with_their_launcher_even_one_that_is_stopped_and_nothing_stays(corpus, tmp_path):
+    odd = tmp_path / "a#b?c\nd e"  # any folder for temporary files will do
+    odd.mkdir()
     before = set(os.listdir("/dev/shm"))
+    process, ranks = training(corpus, tmp_path, dp=2, env={"TMPDIR": str(odd)})
     os.kill(ranks[1], signal.SIGSTOP)
     process.kill()
     process.communicate()
     until(lambda: gone(ranks), "the ranks end")
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def fail_in_step(rank, *args):
-    raise ValueError(f"a bug of rank {rank}")
+    assert set(os.listdir("/dev/shm")) <= before and not [*odd.iterdir()]
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path, corpus):
@@ -103,16 +103,10 @@ def test_wrong_data_ends_all_ranks_with_2_though_the_starter_ignores_its_childre
     assert done.stderr == "train.py: /nonexistent: no complete checkpoint there\n"
 
 
-def test_torchrun_starts_the_ranks_or_one_that_starts_them(corpus, tmp_path):
-    seen = []
-    for count in (1, 2):
-        out = tmp_path / str(count)
-        done = command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count,
-                       "train.py", *flags(corpus, out, tp=2))
-        assert done.returncode == 0, done.stderr
-        assert "replicas agree" in done.stdout
-        seen.append(losses(out))
-    assert seen[0] == seen[1]
+def test_torchrun_starts_the_ranks(corpus, tmp_path):
+    done = command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
+                   "train.py", *flags(corpus, tmp_path, tp=2))
+    assert done.returncode == 0 and "replicas agree" in done.stdout, done.stderr
 
 
 def test_launch_py_of_torch_is_answered_with_torchrun(corpus, tmp_path):
@@ -123,16 +117,15 @@ def test_launch_py_of_torch_is_answered_with_torchrun(corpus, tmp_path):
 # ---- signals ----
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_after_the_step_and_resume_goes_on(corpus, tmp_path, number):
+def test_ctrl_c_saves_after_the_step_and_resume_goes_on(corpus, tmp_path):
     process, ranks = training(corpus, tmp_path, tp=2)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and not error and "stopped by a signal" in out
     saved = max(tmp_path.glob("step-*"))
-    done = command("train.py", *flags(corpus, tmp_path, dp=2, resume="auto",
-                                      steps=int(saved.name[5:]) + 2))
-    assert done.returncode == 0 and f"resumed from {saved}" in done.stdout, done.stderr
+    run = Run(2, flags(corpus, tmp_path, dp=2, resume="auto", steps=int(saved.name[5:]) + 2),
+              tmp_path)
+    assert run.wait() == [0, 0] and f"resumed from {saved}" in run.read("stdout"), run.read()
 
 
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone",
@@ -140,8 +133,7 @@ def test_a_signal_saves_after_the_step_and_resume_goes_on(corpus, tmp_path, numb
 def test_one_signal_to_every_process_of_a_run_saves_once(corpus, tmp_path, launcher):
     """`pkill`, and systemd: each rank also gets the signal that its launcher passes on."""
     process = start(*launcher, "train.py", *flags(corpus, tmp_path, dp=2, steps=ENDLESS))
-    metrics = tmp_path / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.stat().st_size > 300)
+    wait_for_steps(tmp_path, process)
     for pid in [*children(process.pid), process.pid]:
         os.kill(pid, signal.SIGTERM)
     process.communicate(timeout=120)
@@ -149,39 +141,37 @@ def test_one_signal_to_every_process_of_a_run_saves_once(corpus, tmp_path, launc
 
 
 def test_a_second_signal_ends_at_once(corpus, tmp_path):
-    process, ranks = training(corpus, tmp_path, tp=2)
-    os.kill(ranks[1], signal.SIGSTOP)  # so that no step ends
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
-    process.send_signal(signal.SIGTERM)
-    until(lambda: not Path(f"/proc/{ranks[0]}").exists() or process.poll() is not None)
-    code, lines = ending(process)
-    assert code == 128 + signal.SIGTERM and gone(ranks) and len(lines) == 1, lines
+    run = Run(2, flags(corpus, tmp_path, tp=2, steps=ENDLESS), tmp_path)
+    wait_for_steps(tmp_path)
+    run.signal(1, signal.SIGSTOP)  # so that no step ends
+    run.signal(0, signal.SIGTERM)
+    time.sleep(1.2)
+    run.signal(0, signal.SIGTERM)
+    assert run.wait(but=[1]) == [128 + signal.SIGTERM]
     assert not [*tmp_path.glob("step-*")]
 
 
-def test_ctrl_c_while_torch_is_loading_leaves_no_traceback(corpus, tmp_path):
-    for delay in (0.05, 0.3, 1.0):
-        process = start("train.py", *flags(corpus, tmp_path, tp=2))
-        time.sleep(delay)
-        process.send_signal(signal.SIGINT)
-        code, lines = ending(process)
-        assert len(lines) <= 1 and "Traceback" not in str(lines), lines
+@pytest.mark.parametrize("delay", [0.05, 0.5])
+def test_ctrl_c_while_torch_is_loading_leaves_no_traceback(corpus, tmp_path, delay):
+    process = start("train.py", *flags(corpus, tmp_path, tp=2))
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    code, lines = ending(process)
+    assert code and len(lines) <= 1 and "Traceback" not in str(lines), lines
 
 
 # ---- what the machine lacks ----
 
 
 def test_standard_output_that_is_full_or_gone_does_not_end_a_run(corpus, tmp_path):
-    with open("/dev/full", "w") as full:
-        process = start("train.py", *flags(corpus, tmp_path / "full", steps=2), stdout=full)
-        assert ending(process) == (0, [])
-    read, write = os.pipe()
+    read, gone_pipe = os.pipe()
     os.close(read)
-    process = start("train.py", *flags(corpus, tmp_path / "gone", steps=2), stdout=write)
-    os.close(write)
-    assert ending(process) == (0, [])
-    assert len(losses(tmp_path / "full")) == len(losses(tmp_path / "gone")) == 2
+    with open("/dev/full", "w") as full:
+        runs = [start("train.py", *flags(corpus, tmp_path / str(i), steps=2), stdout=stream)
+                for i, stream in enumerate((full, gone_pipe))]
+    os.close(gone_pipe)
+    assert [ending(process) for process in runs] == [(0, [])] * 2
+    assert len(losses(tmp_path / "0")) == len(losses(tmp_path / "1")) == 2
 
 
 def test_a_disk_that_fills_up_ends_all_ranks_with_the_files_name(corpus, tmp_path):
@@ -204,16 +194,7 @@ def test_too_little_memory_is_one_line(corpus, tmp_path):
     assert "out of memory; try" in done.stderr
 
 
-def test_any_folder_for_temporary_files_will_do(corpus, tmp_path):
-    odd = tmp_path / "a#b?c\nd e"
-    odd.mkdir()
-    done = command("train.py", *flags(corpus, tmp_path / "out", tp=2), env={"TMPDIR": str(odd)})
-    assert done.returncode == 0 and not [*odd.iterdir()], done.stderr
-
-
-def test_threads_are_those_of_the_processors_that_a_run_may_use(corpus, tmp_path):
-    say = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    code = f"import sys; sys.orig_argv[1:] = ['-c', {say!r}]; from run.launch import launch; launch(1, 1)"
-    done = command("-c", f"import os; os.sched_setaffinity(0, {{0}}); {code}")
-    assert done.stdout == "1\n", done
-    assert HERE.samefile(Path(train.__file__).parent) and sys.executable
+def test_threads_are_those_of_the_processors_that_a_run_may_use():
+    done = command("-c", "import os; os.sched_setaffinity(0, {0}); from run import launch; "
+                   "print(launch.available_cores())")
+    assert done.stdout == "1\n", done.stderr
