@@ -37,6 +37,7 @@ class Deadlock(AssertionError):
     pass
 
 
+here = threading.local()  # a rank's number, its Queues, how many communicators it has made
 Communicator = namedtuple("Communicator", "number way ranks")
 Operation = namedtuple("Operation", "op tensor group group_peer")  # in the place of dist.P2POp
 
@@ -101,9 +102,6 @@ class Queues:
         with self.changed:
             self.running -= 1
             self.look()
-
-
-here = threading.local()  # of a rank: its number, its queues, how many communicators it has made
 
 
 def new_communicator(ranks, **options):
