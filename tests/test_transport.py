@@ -21,6 +21,7 @@ import torch
 import collectives as c
 from mesh import Mesh
 from test_all import HANG, ranks, run_rank
+from tests.harness import until
 from tests.test_collectives import every_collective
 from transport import shared_memory
 from transport.background import Background
@@ -186,7 +187,7 @@ def test_a_machine_that_forbids_shared_memory_has_none_and_users_do_not_share():
 def _send_result(rank, case, timeout, pipe):
     try:
         pipe.send(case(rank, partial(Mesh, timeout=timeout, dp=2), pipe))
-    except c.CommunicationError as error:
+    except BaseException as error:  # a CommunicationError; of pytest.raises, too, if there is none
         pipe.send(str(error))
     pipe.recv()  # stays alive until the test has looked
 
@@ -409,9 +410,8 @@ def test_the_thread_knows_no_autograd_holds_no_tensor_and_ends_with_its_object()
     held = weakref.ref(tensor)
     wait = runner.start(tensor.add_, 1)  # under autograd an error: in place on a leaf
     wait()
-    runner.start(lambda: None)()  # after it the thread has let go of the first
     del tensor, wait
-    assert held() is None
+    until(lambda: held() is None, "the thread lets go of the tensor")  # a moment after wait()
     thread = runner.thread
     del runner
     thread.join(HANG)
