@@ -143,26 +143,26 @@ BUGS = [
 
 
 def functions(names, module):
-    """Yields (name, function) of the functions and methods that a module's text defines."""
+    """{name: function} of the functions and methods that a module's own text defines."""
+    members = {}
     for name, thing in names.items():
         if getattr(thing, "__module__", "") == module:
+            members[name] = thing
             if inspect.isclass(thing):
-                for method in vars(thing):
-                    yield f"{name}.{method}", inspect.unwrap(getattr(thing, method))
-            else:
-                yield name, inspect.unwrap(thing)
+                members |= {f"{name}.{method}": getattr(thing, method) for method in vars(thing)}
+    members = {name: inspect.unwrap(member) for name, member in members.items()}
+    return {name: member for name, member in members.items() if inspect.isfunction(member)}
 
 
 def plant(file, text):
     """Let the functions of an imported file run what they say in another text of the file. The
     functions stay the same objects, so every file that has imported one runs the new text."""
-    name = file.removesuffix(".py").replace("/", ".")
-    changed = {"__name__": name, "__file__": str(HERE / file)}
-    exec(compile(text, file, "exec"), changed)
-    imported = dict(functions(vars(importlib.import_module(name)), name))
-    for name, function in functions(changed, name):
-        if inspect.isfunction(function):
-            imported[name].__code__ = function.__code__
+    module = file.removesuffix(".py").replace("/", ".")
+    names = {"__name__": module, "__file__": str(HERE / file)}
+    exec(compile(text, file, "exec"), names)
+    imported = functions(vars(importlib.import_module(module)), module)
+    for name, function in functions(names, module).items():
+        imported[name].__code__ = function.__code__
 
 
 def differences_with_bug(rank, cfg, file, text):
