@@ -370,11 +370,11 @@ def test_a_parameter_without_gradient_counts_as_zeros_and_hangs_nobody(corpus, w
 
 
 def train_frozen(rank, cfg):
-    """train_steps() of a fork that trains the last block only."""
+    """train_steps() of a fork that trains the last block's MLP only."""
     def on_meta(config, usual=train.on_meta):
         model = usual(config)
         for name, param in model.canonical_parameters():
-            param.requires_grad_(".h.2." in name)
+            param.requires_grad_(".h.2.mlp." in name)
         return model
 
     with patch("train.on_meta", on_meta):
@@ -387,7 +387,7 @@ def train_frozen(rank, cfg):
 def test_frozen_parameters_stay_and_the_others_train_like_one_process(corpus, words):
     ((want, trained),) = ranks(1, train_frozen, config([], corpus))
     for name, (_, initial) in ranks(1, train_steps, config([], corpus), 0)[0][1].items():
-        assert torch.equal(trained[name][1], initial) != (".h.2." in name)
+        assert torch.equal(trained[name][1], initial) != (".h.2.mlp." in name)
     cfg = config(words.split(), corpus)
     for numbers, weights in ranks(cfg.dp * cfg.pp, train_frozen, cfg):
         close(numbers, want, "losses and norms")
