@@ -176,16 +176,17 @@ def test_initial_values_are_gpt_2s_and_depend_on_seed_and_name():
     assert not torch.equal(first, value("h.1.mlp.c_fc.weight"))
 
 
-@pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"])
-def test_initial_values_do_not_depend_on_torchs_default_dtype(name):
+def test_initial_values_do_not_depend_on_torchs_default_dtype():
     """A draw of float64 numbers is another draw: the same seed would give other weights."""
-    single = initial_value(name, (3, 5), GPT, seed=0)
+    names = ("h.0.attn.c_attn.weight", "h.0.ln_1.weight", "h.0.ln_1.bias")
+    single = [initial_value(name, (3, 5), GPT, seed=0) for name in names]
     torch.set_default_dtype(torch.double)
     try:
-        double = initial_value(name, (3, 5), GPT, seed=0)
+        double = [initial_value(name, (3, 5), GPT, seed=0) for name in names]
     finally:
         torch.set_default_dtype(torch.float)
-    assert single.dtype == double.dtype == torch.float and torch.equal(single, double)
+    for a, b in zip(single, double, strict=True):
+        assert a.dtype == b.dtype == torch.float and torch.equal(a, b)
 
 
 # ---- the loss, in chunks and over a split vocabulary ----
@@ -288,15 +289,11 @@ def test_flops_are_those_that_torch_counts(config):
     assert counter.get_total_flops() == 16 * total
 
 
-def test_parameters_are_those_of_model_pys_formula():
+def test_parameters_are_counted_like_the_models():
     L, C, V, S = GPT.n_layer, GPT.n_embd, VOCAB, GPT.block_size
     count = sum(param.numel() for param in build(GPT).parameters())
-    assert count == 12 * L * C**2 + 13 * L * C + (V + S) * C + 2 * C
-
-
-@pytest.mark.parametrize("config", [replace(GPT, n_experts=5, top_k=3),
-                                    replace(LLAMA, n_experts=5)], ids=["gpt2", "llama"])
-def test_parameters_of_an_expert_are_counted(config):
-    named = build(config, kind=kind_of(config)).canonical_parameters()
-    held = sum(param.numel() for name, param in named if ".h.0.mlp.experts." in name)
-    assert held == 5 * config.expert_parameters()
+    assert count == 12 * L * C**2 + 13 * L * C + (V + S) * C + 2 * C  # model.py's formula
+    for config in (replace(GPT, n_experts=5, top_k=3), replace(LLAMA, n_experts=5)):
+        block = build(config, kind=kind_of(config)).layers[1]
+        held = sum(param.numel() for param in block.mlp.experts.parameters())
+        assert held == 5 * config.expert_parameters()
