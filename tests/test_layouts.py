@@ -252,7 +252,7 @@ from sizes import GPTConfig
 assert importlib.util.find_spec("run") is None
 flags = dict(
     dp=1, pp=1, cp=1, tp=1, ep=1, shard=1, zero=0, sp=False, schedule="1f1b", microbatches=3,
-    experts=0, cp_attention="ring", recompute=False, compile=False, collectives="ring", timeout=600,
+    experts=0, cp_attention="ring", recompute=False, compile=False, collectives="ring", timeout=300,
     dtype="float64", batch_size=6, block_size=8, n_embd=24, grad_clip=0.2, weight_decay=0.1)
 
 
