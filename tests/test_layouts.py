@@ -1,267 +1,300 @@
-"""Every layout equals one process: a table of flags beyond test_all.py's page; fewer bits within
-their rounding; the bytes of a step; and the comparison notices the field's bugs."""
+"""Every layout equals one process: layouts beyond test_all.py's page, validation, fewer bits within
+their rounding, the bytes of a step; and a Trainer needs nothing of run/."""
 
-from dataclasses import fields
+import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-import ddp
-import optimizer
-import tensor_parallel
-import train
-from data.batches import Data
-from model import initial_value
-from run.config import Config, check
-from sizes import GPTConfig
+from experts import kind_of
+from model import build
+from sizes import config_of
+from test_all import BATCH, TOLERANCE, one_process
 from tests.harness import (
-    BATCH,
-    SHAPE,
+    HERE,
     VOCAB,
-    _train,
-    assemble,
+    close,
+    command,
     config,
-    equals_one_process,
-    local_tensors,
-    reference,
-    same_model,
-    train_with,
+    make_trainer,
+    ranks,
+    run,
+    whole_slices,
 )
-from tests.pool import pool
+
+# Flags of train.py, with the page's sizes: 36 sequences of 8 tokens, 67 words; 3 blocks, 24 wide. A
+# width of 25: D divides few sizes. A fork adds its layouts
+EVERY = """
+    --dp 3 --zero 1 --microbatches 4 --recompute --n-embd 25 --n-head 5
+    --dp 3 --zero 2 --microbatches 4 --recompute --n-embd 25 --n-head 5
+    --dp 3 --zero 3 --microbatches 4 --recompute --n-embd 25 --n-head 5
+    --zero 3 --microbatches 4 --recompute
+    --dp 6 --shard 3 --zero 1 --microbatches 2
+    --dp 4 --shard 2 --zero 2 --microbatches 3 --n-embd 25 --n-head 5
+    --dp 4 --shard 1 --zero 3
+    --dp 2 --tp 2 --zero 3 --collectives native --microbatches 2
+    --tp 3 --pp 2 --schedule gpipe --microbatches 2
+    --tp 3 --sp --block-size 24 --microbatches 2 --recompute
+    --pp 4 --microbatches 3 --n-embd 25 --n-head 5 --recompute
+    --dp 2 --pp 4 --microbatches 2 --zero 2
+    --pp 3 --schedule interleaved --microbatches 9 --zero 1 --n-layer 4
+    --dp 2 --pp 2 --schedule interleaved --microbatches 6 --zero 3 --recompute
+    --schedule interleaved --microbatches 3 --zero 2
+    --dp 2 --tp 2 --pp 2 --schedule zb-h1 --microbatches 3 --zero 2
+    --dp 2 --pp 2 --schedule zb-h1 --microbatches 1 --zero 3
+    --dp 2 --cp 3 --block-size 24 --zero 2 --cp-attention all-to-all --microbatches 3
+    --cp 3 --block-size 24 --tp 2 --sp --zero 3
+    --cp 2 --tp 2 --pp 2 --sp --microbatches 3 --recompute
+    --dp 3 --ep 3 --experts 3 --top-k 1 --pp 2 --microbatches 2
+    --tp 3 --experts 3 --top-k 3
+    --cp 2 --experts 4 --microbatches 4
+    --dp 2 --ep 2 --cp 2 --experts 4 --zero 2
+    --dp 4 --ep 2 --shard 2 --experts 4 --zero 3 --top-k 1
+    --arch qwen2 --n-kv-head 4 --tp 2 --pp 2 --schedule zb-h1
+"""
 
 
-def layouts(table):
-    """[flags] of a table with a layout per line: "dp 2 sp zero 3" is {"dp": 2, "sp": True, "zero":
-    3}."""
-    types = {field.name: field.type for field in fields(Config)}
-    found = []
-    for line in table.strip().splitlines():
-        words = line.split()
-        flags = {}
-        while words:
-            name = words.pop(0)
-            flags[name] = True if types[name] is bool else types[name](words.pop(0))
-        found.append(flags)
-    return found
-
-
-def named(flags):
-    """A line of such a table: the name of a layout's test."""
-    return " ".join(name if value is True else f"{name} {value}" for name, value in flags.items())
-
-
-# 36 sequences of 8 tokens, 67 words; 3 blocks of width 24 unless the line says so. A width of 25:
-# D divides few sizes. A fork adds lines
-EVERY = layouts("""
-    dp 3 zero 1 microbatches 4 recompute n_embd 25 n_head 5
-    dp 3 zero 2 microbatches 4 recompute n_embd 25 n_head 5
-    dp 3 zero 3 microbatches 4 recompute n_embd 25 n_head 5
-    dp 4 zero 3 microbatches 3 n_embd 25 n_head 5
-    zero 3 microbatches 4 recompute
-    dp 6 shard 3 zero 1 microbatches 2
-    dp 4 shard 2 zero 2 microbatches 3 n_embd 25 n_head 5
-    dp 4 shard 1 zero 3
-    dp 4 shard 2 ep 2 experts 4 zero 3 microbatches 3
-    tp 3 pp 2 schedule gpipe microbatches 2
-    tp 3 sp block_size 24 microbatches 2 recompute
-    pp 3 microbatches 4
-    pp 4 microbatches 3 n_embd 25 n_head 5 recompute
-    dp 2 pp 4 microbatches 2 zero 2
-    pp 3 schedule interleaved chunks 2 microbatches 9 zero 1
-    dp 2 pp 2 schedule interleaved chunks 2 microbatches 2 zero 1
-    dp 2 pp 2 schedule interleaved chunks 2 microbatches 6 zero 3 recompute
-    schedule interleaved chunks 2 microbatches 3 zero 2
-    dp 2 tp 2 pp 2 schedule zb-h1 microbatches 3 zero 2
-    dp 2 pp 2 schedule zb-h1 microbatches 1 zero 3
-    dp 2 cp 3 block_size 24 zero 2 cp_attention all-to-all microbatches 3
-    cp 3 block_size 24 tp 2 sp zero 3
-    cp 2 tp 2 pp 2 sp microbatches 3 recompute
-    dp 2 ep 2 tp 2 experts 4 zero 1
-    dp 2 ep 2 tp 2 sp experts 4 zero 3 recompute
-    dp 3 ep 3 experts 3 top_k 1 pp 2 microbatches 2
-    tp 3 experts 3 top_k 3
-    dp 2 tp 2 zero 3 collectives native microbatches 2
-    dp 3 zero 2 transport gloo microbatches 2
-    arch llama n_kv_head 3 tp 3 untied n_hidden 37 zero 2
-    arch llama n_kv_head 4 dp 2 pp 2 tp 2 sp zero 3 untied recompute microbatches 2
-    arch qwen3 n_kv_head 3 cp 2 dp 2 head_dim 6 zero 1
-""")
-
-
-@pytest.mark.parametrize("flags", EVERY, ids=named)
-def test_layout_equals_one_process(corpus, flags):
+@pytest.mark.parametrize("words", EVERY.strip().splitlines(), ids=str.strip)
+def test_layout_equals_one_process(corpus, words):
     """In float64, to 1e-10: loss, raw gradients, norm and weights of three steps. The initial
     weights have one process's bits."""
-    equals_one_process(corpus, **{"microbatches": 1, **flags})
+    _, worst = run(words.split(), corpus)
+    assert (worst < TOLERANCE).all(), worst
 
 
-@pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"])
-def test_initial_values_do_not_depend_on_torchs_default_dtype(name):
-    """A draw of float64 numbers is another draw: the same seed would give other weights."""
-    single = initial_value(name, (3, 5), GPTConfig(VOCAB), seed=0)
-    torch.set_default_dtype(torch.double)
-    try:
-        double = initial_value(name, (3, 5), GPTConfig(VOCAB), seed=0)
-    finally:
-        torch.set_default_dtype(torch.float)
-    assert single.dtype == double.dtype == torch.float and torch.equal(single, double)
+@pytest.mark.parametrize("words,sizes", [
+    ("llama --n-kv-head 3 --tp 3 --zero 2", {"untied": True, "n_hidden": 37}),
+    ("llama --n-kv-head 4 --dp 2 --pp 2 --tp 2 --sp --zero 3 --recompute", {"untied": True}),
+    ("qwen3 --n-kv-head 3 --cp 2 --dp 2 --zero 1", {"head_dim": 6}),
+    ("qwen3 --n-kv-head 6 --tp 2 --pp 2 --sp", {"head_dim": 6})])
+def test_a_llama_of_other_sizes_equals_one_process(corpus, words, sizes):
+    """Sizes without a flag, which a folder of Hugging Face gives."""
+    _, worst = run(["--arch", *words.split()], corpus, **sizes)
+    assert (worst < TOLERANCE).all(), worst
+
+
+# ---- validation ----
+
+
+def _validation(rank, cfg):
+    trainer, data = make_trainer(cfg)
+    return [trainer.validate(data, batches) for batches in (1, 9, None)]
+
+
+@pytest.mark.parametrize("words", [
+    "--cp 2 --dp 2 --zero 3", "--cp 2 --pp 2 --microbatches 3",
+    "--dp 3 --tp 2 --microbatches 4",  # the last batch's windows are those of one rank
+    "--tp 2 --sp --dp 2 --ep 2 --experts 4"])
+def test_validation_takes_each_window_once(corpus, words):
+    """624 windows of 8 in 5000 tokens, 36 in a batch: the first batch, nine of them, all."""
+    cfg = config(words.split(), corpus)
+    val = torch.from_numpy(np.fromfile(f"{corpus}/val.bin", "<u2").astype(np.int64))
+    windows, targets = val[: 624 * 8].view(624, 8), val[1 : 624 * 8 + 1].view(624, 8)
+    shape = config_of(cfg, VOCAB)
+    model = build(shape, cfg.seed, torch.double, kind_of(shape))
+    with torch.no_grad():
+        each = F.cross_entropy(model(windows).movedim(-1, 1), targets, reduction="none").mean(1)
+    want = torch.stack([each[:36].mean(), each[: 9 * 36].mean(), each.mean()])
+    for losses in ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, _validation, cfg):
+        close(losses, want, words)
 
 
 # ---- fewer bits ----
 
 
-def norm_of(tensors):
-    return torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+def _narrow(rank, cfg):
+    """Of a step: (are the initial weights one process's, rounded; how far this rank's gradients are
+    from one process's, in parts of their norm; loss; norm)"""
+    trainer, data = make_trainer(cfg)
+    initial, steps = one_process(config_of(cfg, VOCAB), cfg.data)
+    _, gradients, _, _ = steps[0]
+    equal = all(torch.equal(weight, tag.slice(initial[tag.name]).to(weight.dtype))
+                for tag, weight in trainer.reducer.whole())
+    scale = trainer.optimizer.scale.value.item()
+    loss, norm, _ = trainer.step(data.training(cfg, 0, trainer.mesh), 1e-2)
+    [*trainer.reducer.whole()]  # under ZeRO new weights are on their way, in the same groups
+    pairs = [(grad.double().flatten() / scale, tag.slice(gradients[tag.name]).flatten())
+             for tag, grad in whole_slices(trainer.reducer, trainer.grads)]
+    got, want = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+    return equal, ((got - want).norm() / want.norm()).item(), loss.item(), norm.item()
 
 
-NARROW = layouts("""
-    dp 2 zero 3 tp 2 microbatches 2
-    dp 2 pp 2 zero 1 microbatches 3
-    cp 2 tp 2 sp
-    dp 2 ep 2 experts 4 zero 2
-""")
-
-
-@pytest.mark.parametrize("flags", NARROW, ids=named)
+@pytest.mark.parametrize("words", [
+    "--dp 2 --zero 3 --tp 2 --microbatches 2", "--dp 2 --pp 2 --zero 1 --microbatches 3",
+    "--cp 2 --tp 2 --sp", "--dp 2 --ep 2 --experts 4 --zero 2"])
 @pytest.mark.parametrize("dtype,tolerance", [
     ("float32", 2**-18), ("bfloat16", 2**-4), ("float16", 2**-7)])
-def test_fewer_bits_train_as_far_as_rounding_allows(corpus, flags, dtype, tolerance):
+def test_fewer_bits_train_as_far_as_rounding_allows(corpus, words, dtype, tolerance):
     """A rounding is off by 2^-24 of the value in float32, 2^-12 in float16, 2^-9 in bfloat16. A
     gradient passes some thirty roundings here: 2^5 or 2^6 times that is allowed, of all gradients
     together. (Single ones, such as those of key biases, are nothing but rounding.) The loss, a mean
     over 288 tokens, is four times as exact."""
-    cfg = config(corpus, dtype=dtype, **flags)
-    got = pool(check(cfg, 1), _train, cfg, 1)
-    want = reference(corpus, **same_model(cfg))
-    assert all(trace[0]["agree"] for trace in got)
-    initial = assemble([trace[0]["weights"] for trace in got])
-    for name, value in want[0]["weights"].items():
-        assert torch.equal(initial[name], value.to(getattr(torch, dtype))), name
-    grads = assemble([trace[1]["grads"] for trace in got])
-    off = norm_of(grads[name].double() - value for name, value in want[1]["grads"].items())
-    assert off <= tolerance * norm_of(want[1]["grads"].values())
-    for trace in got:
-        assert abs(trace[1]["loss"] / want[1]["loss"] - 1) <= tolerance / 4
-        assert abs(trace[1]["norm"] / want[1]["norm"] - 1) <= tolerance
+    cfg = config([*words.split(), "--dtype", dtype, "--grad-clip", "0"], corpus)
+    want_loss, _, want_norm, _ = one_process(config_of(cfg, VOCAB), corpus)[1][0]
+    for equal, off, loss, norm in ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, _narrow, cfg):
+        assert equal and off <= tolerance
+        close(loss, want_loss, "loss", tolerance / 4)
+        close(norm, want_norm, "norm", tolerance)
 
 
 def _overflow(rank, cfg):
-    """(are weights and step count as before a step in which a gradient of rank 1 overflowed, the
-    loss scale's factor, did a second step train)"""
-    mesh = train.make_mesh(cfg, cfg.device)
-    trainer = train.Trainer(cfg, mesh, VOCAB)
-    reducer = trainer.reducer
-    numbers = trainer.optimizer.numbers()
-    before = local_tensors(trainer, "weights")
-    scale = numbers["scale"].item()
-    data = Data(cfg)
+    """(did a step in which a gradient of rank 1 overflowed change neither weights nor the count of
+    steps; the factor of the loss scale; did a second step train)"""
+    trainer, data = make_trainer(cfg)
+    reducer, optimizer = trainer.reducer, trainer.optimizer
+
+    def weights():
+        return torch.cat([weight.flatten() for _, weight in reducer.whole()])
 
     def poisoned(flat):
         if rank == 1:
             flat.grads[0] = torch.inf
         type(reducer).reduce(reducer, flat)
 
+    before, scale = weights(), optimizer.scale.value.item()
     reducer.reduce = poisoned
-    norm, _ = trainer.step(data.training(cfg, 0, mesh), 1e-2)
-    after = local_tensors(trainer, "weights")
-    unchanged = all(torch.equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True))
-    skipped = not norm.isfinite() and unchanged and numbers["updates"] == 0
-    factor = numbers["scale"].item() / scale
+    _, norm, _ = trainer.step(data.training(cfg, 0, trainer.mesh), 1e-2)
+    skipped = (not norm.isfinite() and torch.equal(weights(), before)
+               and optimizer.num_steps.item() == 0)
+    factor = optimizer.scale.value.item() / scale
     del reducer.reduce
-    norm, _ = trainer.step(data.training(cfg, 1, mesh), 1e-2)
-    changed = not torch.equal(before[0][1], local_tensors(trainer, "weights")[0][1])
-    return skipped, factor, bool(norm.isfinite()) and changed and numbers["updates"] == 1
+    _, norm, _ = trainer.step(data.training(cfg, 1, trainer.mesh), 1e-2)
+    trained = (bool(norm.isfinite()) and not torch.equal(weights(), before)
+               and optimizer.num_steps.item() == 1)
+    return skipped, factor, trained
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_loss_scale(corpus, zero):
-    cfg = config(corpus, zero=zero, dp=2, tp=2, dtype="float16", microbatches=2)
-    assert pool(4, _overflow, cfg) == [(True, 0.5, True)] * 4
+    words = f"--zero {zero} --dp 2 --tp 2 --dtype float16 --microbatches 2"
+    assert ranks(4, _overflow, config(words.split(), corpus)) == [(True, 0.5, True)] * 4
 
 
 # ---- bytes ----
 
 
 def _bytes(rank, cfg):
-    """Of a step: {group: bytes sent}; elements that the groups sum."""
-    mesh = train.make_mesh(cfg, cfg.device)
-    trainer = train.Trainer(cfg, mesh, VOCAB)
-    trainer.step(Data(cfg).training(cfg, 0, mesh), 1e-3)
-    blocks = sum(0 < i <= cfg.n_layer for s, (a, b) in enumerate(trainer.cuts)
-                 if trainer.where[s] == mesh.group("pp").rank for i in range(a, b))
+    """Of a step: ({group: elements sent}, what this rank has of the model)"""
+    trainer, data = make_trainer(cfg)
+    mesh = trainer.mesh
+    trainer.step(data.training(cfg, 0, mesh), 1e-3)
+    mine = [cut for cut, where in zip(trainer.cuts, trainer.where, strict=True)
+            if where == mesh.group("pp").rank]
+    layers = [layer for begin, stop in mine for layer in range(begin, stop)]
     flats = trainer.reducer.trained
-    ends = mesh.ends("pp")
-    numels = {"blocks": blocks, "all": sum(flat.weights.numel() for flat in flats),
-              "tied": sum(flat.weights.numel() for flat in flats if ends in flat.others)}
-    return {name: group.bytes_sent for name, group in mesh.groups.items()}, numels
+    held = {"first": 0 in layers, "last": cfg.n_layer + 1 in layers,
+            "blocks": sum(0 < layer <= cfg.n_layer for layer in layers),
+            "all": sum(flat.weights.numel() for flat in flats)}
+    for name in ("tp", "pp_ends"):  # elements whose gradients are also summed over this group
+        held[name] = sum(flat.weights.numel() for flat in flats
+                         if mesh.groups.get(name) in flat.others)
+    return {name: group.bytes_sent // 8 for name, group in mesh.groups.items()}, held
 
 
-def test_bytes_sent_equal_the_formulas(corpus):
-    D, T, P, m, layers = 2, 2, 2, 3, SHAPE["n_layer"]
-    got = pool(8, _bytes, config(corpus, dp=D, tp=T, pp=P, microbatches=m))
-    b, S, C, width = BATCH // D // m, SHAPE["block_size"], SHAPE["n_embd"], 8
-    boundary = b * S * C * width
-    for rank, (sent, numels) in enumerate(got):
-        stage = rank // T % P
-        assert sent["pp"] == m * boundary  # stage 0 sends activations, stage 1 their gradients
-        # An all-reduce at each end; the head also gathers a number per token, and sums the loss
-        reduced = (4 * numels["blocks"] + 1) * boundary + (width if stage == 1 else 0)
-        gathered = b * S * width if stage == 1 else 0
-        total = m * (reduced * 2 * (T - 1) / T + gathered * (T - 1))
-        # The sum of one number: one of two ranks sends it to the other, and gets it back
-        assert abs(sent["tp"] - total) <= m * width
-        # An all-reduce a step, whatever m: a rank of two sends each Flat once
-        assert sent["shard_ep_cp"] == numels["all"] * width * 2 * (D - 1) // D
-        assert sent["pp_ends"] == numels["tied"] * width
-    assert sum(numels["blocks"] for _, numels in got) == layers * D * T
-    assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 3 * 8  # loss, stop, norm
-    silent = got[0][0].keys() - {"pp", "tp", "shard_ep_cp", "pp_ends", "world"}
-    assert not any(sent[name] for sent, _ in got for name in silent)
+@pytest.mark.parametrize("words", [
+    "--dp 2 --tp 2 --pp 2 --microbatches 3", "--tp 4 --microbatches 2", "--tp 4 --sp",
+    "--cp 2 --tp 2 --sp --microbatches 3", "--dp 3 --cp 2 --block-size 12 --recompute",
+    "--tp 2 --sp --pp 2 --microbatches 3 --recompute"])
+def test_bytes_of_a_step_are_those_of_the_formulas(corpus, words):
+    cfg = config(words.split(), corpus)
+    D, C, T, m = cfg.dp, cfg.cp, cfg.tp, cfg.microbatches
+    tokens = BATCH * cfg.block_size // D // C  # of a step, on a rank
+    activation = tokens * cfg.n_embd
+    # To recompute a block repeats its forward's messages; those of --tp but the last, a half of an
+    # all-reduce under --sp, because backward needs nothing that the block computes from that
+    forwards = 2 if cfg.recompute else 1
+    of_block = 4 + (1.5 if cfg.recompute else 0)
+    got = ranks(D * C * T * cfg.pp, _bytes, cfg)
+    sent_tp, want_tp = 0, 0
+    for sent, held in got:
+        # Stage 0 of two sends activations, stage 1 their gradients
+        assert sent["pp"] == (activation // (T if cfg.sp else 1) if cfg.pp == 2 else 0)
+        # The ring: keys and values once in each forward; in backward once more, and their gradients
+        hops = 2 * (C - 1) * (forwards + 2)
+        assert sent["cp"] == held["blocks"] * hops * activation // T
+        # An all-reduce of all gradients a step, whatever m
+        assert sent["shard_ep_cp"] == held["all"] * 2 * (D * C - 1) // (D * C)
+        assert sent.get("pp_ends", 0) == held["pp_ends"]
+        # All-reduces: of a block four, of the embedding and of the head one. The head sums one more
+        # number of a microbatch, and gathers one of each token
+        reduced = (held["blocks"] * of_block + held["first"] + held["last"]) * activation
+        reduced += m * held["last"] + held["tp"]
+        want_tp += reduced * 2 * (T - 1) / T + held["last"] * tokens * (T - 1)
+        sent_tp += sent["tp"]
+    # T ranks together: where T does not divide a number of elements, some send more
+    assert sent_tp == round(want_tp)
+    assert (got[0][1]["tp"] > 0) == cfg.sp
+    assert sum(held["blocks"] for _, held in got) == cfg.n_layer * D * C * T
+    # Loss, norm, stop
+    assert sum(sent["world"] for sent, _ in got) == 2 * (len(got) - 1) * 3
+    counted = {"pp", "cp", "tp", "shard_ep_cp", "pp_ends", "world"}
+    assert not any(sent[name] for sent, _ in got for name in sent.keys() - counted)
 
 
-# ---- the comparison ----
+# ---- a Trainer in another program ----
+
+PROGRAM = """
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import train
+from sizes import GPTConfig
+
+assert importlib.util.find_spec("run") is None
+flags = dict(
+    dp=1, pp=1, cp=1, tp=1, ep=1, shard=1, zero=0, sp=False, schedule="1f1b", microbatches=3,
+    experts=0, cp_attention="ring", recompute=False, compile=False, collectives="ring", timeout=300,
+    dtype="float64", batch_size=6, block_size=8, n_embd=24, grad_clip=0.2, weight_decay=0.1)
 
 
-def _with_bug(rank, cfg, bug):
-    """_train with a bug of the field."""
-    def divide(self, gradients=ddp.DDP.gradients):
-        return [grad / 2 for grad in gradients(self)]
-
-    def square(self, grads):  # of one replica
-        return sum(grad.square().sum() / tag.sum_over[0].size
-                   for grad, tag in zip(grads, self.tags, strict=True))
-
-    def biased(self, x, forward=tensor_parallel.Row.forward):
-        return forward(self, x) + self.bias * (self.group.size - 1)
-
-    def forgetful(self, stage, last, expect=ddp.DDP.expect):
-        expect(self, stage, last)
-        for flat in self.flats[stage]:
-            for param in flat.params:
-                param.grad = None
-
-    owner, name, value = {
-        "gradients averaged, not summed": (ddp.DDP, "gradients", divide),
-        "microbatches forgotten but for the last": (ddp.DDP, "expect", forgetful),
-        "ends of the tied embedding not summed": (train, "tie_ends", lambda layers, group: None),
-        "a wrong norm": (optimizer, "clip_coefficient",
-                         lambda norm, clip, usual=optimizer.clip_coefficient:
-                         usual(norm * 1.5, clip)),
-        "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
-        "replicated gradients counted T times": (optimizer.AdamW, "square", square),
-        "nothing reduced": (ddp.DDP, "reduce", lambda self, flat: None),
-    }[bug]
-    return train_with(rank, cfg, owner, name, value)
+def steps(rank, folder, **layout):
+    cfg = SimpleNamespace(**flags | layout)
+    if layout:
+        dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=4)
+    config = GPTConfig(vocab_size=67, block_size=8, n_layer=2, n_head=4, n_embd=24)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, "cpu"), config, train.from_seed(config, 1))
+    random = torch.Generator().manual_seed(0)
+    numbers = []
+    for step in range(3):
+        rows = torch.randint(67, (3, 2, 9), generator=random)
+        loss, norm, _ = trainer.step([(row[:, :-1], row[:, 1:]) for row in rows], lr=1e-2)
+        numbers.append((loss.item(), norm.item()))
+    open(f"{folder}/{cfg.tp * cfg.pp} {rank}.json", "w").write(json.dumps(numbers))
 
 
-@pytest.mark.parametrize("bug,notices", [
-    ("gradients averaged, not summed", "norm: off by"),
-    ("microbatches forgotten but for the last", "norm: off by"),
-    ("ends of the tied embedding not summed", "norm: off by|copies of .*wte.* differ"),
-    ("a wrong norm", "step 1 weights .* off by"),
-    ("row bias added by every rank", "off by"),
-    ("replicated gradients counted T times", "norm: off by"),
-    ("nothing reduced", "norm: off by|copies of .* differ")])
-def test_the_comparison_notices(corpus, bug, notices):
-    with pytest.raises(AssertionError, match=notices):
-        equals_one_process(corpus, _with_bug, bug, dp=2, tp=2, pp=2, microbatches=3)
+fork = torch.multiprocessing.get_context("fork")
+started = [fork.Process(target=steps, args=(0, sys.argv[1]))]
+started += [fork.Process(target=steps, args=(rank, sys.argv[1]), kwargs=dict(tp=2, pp=2))
+            for rank in range(4)]
+for process in started:
+    process.start()
+for process in started:
+    process.join()
+"""
+
+
+def test_a_trainer_needs_nothing_of_run(tmp_path):
+    """A copy of the repository without the folder run/: four ranks have one process's losses and
+    norms of three steps."""
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    for folder in ("data", "transport"):
+        (tmp_path / folder).mkdir()
+        for path in HERE.glob(f"{folder}/*.py"):
+            shutil.copy(path, tmp_path / folder)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = command("program.py", tmp_path, cwd=tmp_path,
+                   env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert len(found) == 5, done.stderr
+    for numbers in found:
+        close(numbers, found[0])
