@@ -69,7 +69,7 @@ def test_layout_equals_one_process(corpus, words):
     ("llama --n-kv-head 3 --tp 3 --zero 2", {"untied": True, "n_hidden": 37}),
     ("llama --n-kv-head 4 --dp 2 --pp 2 --tp 2 --sp --zero 3 --recompute", {"untied": True}),
     ("qwen3 --n-kv-head 3 --cp 2 --dp 2 --zero 1", {"head_dim": 6}),
-    ("qwen3 --n-kv-head 6 --tp 2 --pp 2 --sp", {"head_dim": 6})])
+    ("qwen3 --n-kv-head 6 --tp 2 --pp 2", {"head_dim": 6})])
 def test_a_llama_of_other_sizes_equals_one_process(corpus, words, sizes):
     """Sizes without a flag, which a folder of Hugging Face gives."""
     _, worst = run(["--arch", *words.split()], corpus, **sizes)
