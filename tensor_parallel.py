@@ -11,7 +11,8 @@ Sent per rank, block and microbatch: four all-reduces of the activation (two for
 4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss gathers
 T-1 numbers per token. --sp sends as much, in other pieces, and once a step the gradients of
 replicated parameters. Held: 1/T of the matrices, and of the activations inside of attention and
-MLP; with --sp also between them. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
+MLP; with --sp also between them, but for a column's gathered input, which backward needs whole: two
+per block. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
 
     torchrun train.py --tp 2 --sp        python -m extras.show tensor_parallel: a GPT on 4 ranks
 """
@@ -272,16 +273,6 @@ class VocabularyHead(nn.Module):
 # ---- a whole model ----
 
 
-def refuse_too_many_ranks(config, group):
-    """ValueError unless each rank gets a word, and T divides n_head (and a Llama's n_kv_head)."""
-    heads = getattr(config, "n_kv_head", config.n_head)
-    if heads % group.size:
-        raise ValueError(f"--tp {group.size} must divide the {heads} heads")
-    if config.vocab_size < group.size:
-        raise ValueError(f"--tp {group.size} must be at most the {config.vocab_size} words of the "
-                         "vocabulary")
-
-
 def split_matrices(model, group, sp=False, deferred=None):
     """In: a whole, tagged model. After: each parameter is this rank's slice, tagged as such, or is
     tagged as held by all ranks of the group; its layers are the parallel ones above.
@@ -290,7 +281,8 @@ def split_matrices(model, group, sp=False, deferred=None):
     gradients of replicated parameters are to be summed over the group. deferred: the list in which
     a backward leaves the gradients of matrices (DeferredProduct). In a group of one the blocks stay
     as they are, unless gradients are deferred."""
-    refuse_too_many_ranks(model.config, group)
+    heads = getattr(model.config, "n_kv_head", model.config.n_head)
+    assert heads % group.size == 0 and model.config.vocab_size >= group.size
     # f: what happens to an activation before a column; g: to a partial sum, after a row or after
     # the embedding
     sp = sp and group.size > 1
