@@ -434,14 +434,13 @@ def sizes_command(words):
     parser = Parser(sizes_command.__doc__)
     parser.add_argument("parameters", nargs="?", type=float, default=7e9)
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
-    parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
     parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
     args = parser.parse_args(words)
     if not (0 < args.parameters < 1e18 and args.gpu_gb > 0 and args.microbatches > 0):
         parser.error("parameters, --gpu-gb and --microbatches must be above 0")
     billions = args.parameters / 1e9
-    weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1, args.width)
-    print(f"{args.parameters:g} parameters of {args.width} bytes: weights {billions * weights:g} "
+    weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1)
+    print(f"{args.parameters:g} parameters of 2 bytes: weights {billions * weights:g} "
           f"GB, gradients {billions * gradients:g} GB, Adam's states {billions * optimizer:g} GB")
     print(f"{'':6}  GB held per rank, * fits into {args.gpu_gb:g} GB{'':20}"
           f"GB sent in a step, microbatches: {args.microbatches}")
@@ -450,7 +449,7 @@ def sizes_command(words):
     for ranks in (2**i for i in range(11)):
         row = f"{ranks:6d}"
         for stage in range(4):
-            gb = billions * sum(sizes.bytes_per_parameter(stage, ranks, args.width))
+            gb = billions * sum(sizes.bytes_per_parameter(stage, ranks))
             row += f"{gb:10.4g} {'*' if gb <= args.gpu_gb else ' '}"
         # How many reduce-scatters and all-gathers of the whole gradient's size a step has
         m = args.microbatches
