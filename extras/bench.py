@@ -46,11 +46,10 @@ import train
 from experts import kind_of
 from model import build, cross_entropy
 from optimizer import BETAS
-from run.config import Parser, check, parse
-from run.processes import init, shutdown
-from run.signals import end_quietly
+from run.flags import Parser, check_device, check_layout, parse
 from schedules import cut
 from sizes import config_of
+from test_all import run_rank
 
 VOCAB_SIZE = 256
 SIZES = {  # name: flags of train.py
@@ -82,7 +81,8 @@ class Job:
             self.numel = 256 * min(row.size, 1024 if quick else row.size)  # 4 bytes each
         words = f"{SIZES.get(row.size, '')} {QUICK if quick else ''} {row.layout} --device cpu"
         self.cfg = parse(words.split())
-        check(self.cfg, world=1)
+        check_layout(self.cfg, 1)
+        check_device(self.cfg, 1, 0)
         cfg = self.cfg
         ids = torch.randint(VOCAB_SIZE, (cfg.batch_size, cfg.block_size + 1),
                             generator=torch.Generator().manual_seed(0))
@@ -122,11 +122,12 @@ def ours(job):
         tensor = torch.zeros(job.numel)
         group = mesh.group("dp")
         return repeated(job, lambda: collective(tensor, group)), drain
-    trainer = train.Trainer(job.cfg, mesh, VOCAB_SIZE)
+    shape = config_of(job.cfg, VOCAB_SIZE)
+    trainer = train.Trainer(job.cfg, mesh, shape, train.from_seed(shape, job.cfg.seed))
 
     def step():
-        _, sums = trainer.step(job.batches, job.cfg.lr)
-        return sums[0].item() if job.rank == 0 else 0.0  # the loss of all ranks together
+        loss, _, _ = trainer.step(job.batches, job.cfg.lr)
+        return loss.item() if job.rank == 0 else 0.0  # the loss of all ranks together
 
     return step, drain
 
@@ -421,12 +422,9 @@ def race(row, rank, quick):
     return *ms.tolist(), *quartiles.tolist(), *highest(peaks).tolist()
 
 
-def run_rank(rank, rows, quick, folder):
+def race_all(rank, rows, quick):
     """One of the processes that race these rows, which have the same number of ranks."""
-    end_quietly()
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's side warns
-    init(timeout=1800, url=f"file://{folder}/rendezvous", rank=rank, size=rows[0].n)
     for row in rows:
         ms, peer_ms, low, ratio, high, peak, peer_peak = race(row, rank, quick)
         gc.collect()
@@ -435,11 +433,9 @@ def run_rank(rank, rows, quick, folder):
         if rank == 0:
             print(f"{row.name:24}{row.n:2}  {size:10}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
                   f"{low:.2f} - {high:.2f}{peak / 1e6:7.0f}{peer_peak / 1e6:7.0f}", flush=True)
-    shutdown()
 
 
 def main():
-    end_quietly()
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="does each row run?")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
@@ -448,7 +444,6 @@ def main():
     if not rows:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
         parser.error(f"--only {args.only} is in no row's name; try {names}")
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores\n{'row':24}{'n':>2}  {'size':10}"
           f"{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  {'quartiles':>11}{'MB':>7}{'MB':>7}",
           flush=True)
@@ -457,8 +452,9 @@ def main():
         if same:
             with tempfile.TemporaryDirectory() as folder:
                 # fork: ranks need not import torch once more. (This process has no threads)
-                torch.multiprocessing.start_processes(run_rank, (same, args.quick, folder), n,
-                                                      start_method="fork")
+                torch.multiprocessing.start_processes(
+                    run_rank, (n, f"{folder}/meeting", race_all, (same, args.quick)), n,
+                    start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
-"""The fixtures of tests/ that tests of extras/ use."""
+"""The fixtures of tests/, for the tests of extras/."""
 
-from tests.conftest import _stop_pool, corpus  # noqa: F401
+from tests.conftest import _stop_ranks, corpus  # noqa: F401

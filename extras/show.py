@@ -16,8 +16,8 @@ one process: 1e-15 is rounding.
 
 import argparse
 import json
-import os
 import shutil
+import sys
 import tempfile
 from functools import partial
 from html import escape
@@ -34,31 +34,29 @@ from experts import kind_of, spread_experts
 from mesh import Mesh, grid, lay_out
 from model import build, causal_attention, initial_value
 from pipeline import Pipeline, tie_ends
-from run.config import Parser, check_layout, parse
-from run.copies import whole_slices
-from run.processes import all_gather_text, init, shutdown
-from run.signals import end_quietly
+from run.checkpoint import all_gather_text
+from run.flags import Parser, check_layout, in_words, parse
+from schedules import SCHEDULES
 from shard import tag_whole
 from tensor_parallel import split_matrices
-from train import Trainer
+from test_all import run_rank, whole_slices
+from train import Trainer, from_seed
 from zero import REDUCERS
 
 # ---- a function of a mesh, on several processes ----
 
 
-def run_rank(rank, ranks, fn, layout, folder):
-    end_quietly()
-    torch.set_num_threads(1)
-    init(url=f"file://{folder}/rendezvous", rank=rank, size=ranks)
-    fn(Mesh(**layout))
-    shutdown()
+def with_mesh(rank, function, layout):
+    function(Mesh(**layout))
+    sys.stdout.flush()
 
 
-def demonstrate(fn, ranks, **layout):
-    """Run fn(mesh) on each of `ranks` processes. Rank 0 prints."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def demonstrate(function, ranks, **layout):
+    """Run function(mesh) on each of `ranks` processes. Rank 0 prints."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (ranks, fn, layout, folder), ranks)
+        torch.multiprocessing.start_processes(
+            run_rank, (ranks, f"{folder}/meeting", with_mesh, (function, layout)), ranks,
+            start_method="fork")
 
 
 # 8 sequences of 8 token ids, the same on every rank
@@ -99,22 +97,21 @@ def report_difference(name, group, pairs):
               f"{off.item():.0e} of their size")
 
 
-def compare_model(name, mesh, model):
-    """Sum the gradients of a small_gpt as their tags say, and compare them with one process's."""
-    whole = gradients_of_one_process(model.config)
-    for param in model.parameters():
-        for group in param.tag.sum_over:
-            all_reduce(param.grad, group)
-    report_difference(name, mesh.world, [
-        (param.grad, param.tag.slice(whole[param.tag.name])) for param in model.parameters()])
-
-
-def compare_reducer(name, mesh, model, reducer):
-    """The same, for gradients that a reducer, DDP or ZeRO, has summed."""
-    whole = gradients_of_one_process(model.config)
-    report_difference(name, mesh.world, [
-        (grad, whole[tag.name]) for tag, grad in whole_slices(reducer, reducer.gradients())])
-    reducer.publish()
+def compare(name, mesh, model, reducer=None):
+    """Compare the gradients of a small_gpt, summed by a reducer or here as their tags say, with
+    those of one process."""
+    if reducer:
+        mine = list(whole_slices(reducer, reducer.gradients()))
+        reducer.publish()
+    else:
+        mine = [(param.tag, param.grad) for param in model.parameters()]
+        for tag, grad in mine:
+            for group in tag.sum_over:
+                all_reduce(grad, group)
+    whole = build(model.config, dtype=torch.double, kind=kind_of(model.config))
+    whole(SEQUENCES, SEQUENCES).backward()
+    grads = {name: param.grad for name, param in whole.canonical_parameters()}
+    report_difference(name, mesh.world, [(grad, tag.slice(grads[tag.name])) for tag, grad in mine])
 
 
 # ---- collectives ----
@@ -174,7 +171,7 @@ def demo_ddp(mesh):
     reducer = make_reducer(0, mesh, model, {0: model.layers})
     reducer.expect(0, last=True)
     model(mine, mine).backward()
-    compare_reducer("DDP", mesh, model, reducer)
+    compare("DDP", mesh, model, reducer)
 
 
 def demo_zero(mesh):
@@ -187,7 +184,7 @@ def demo_zero(mesh):
             loss = model(rows, rows)
             reducer.expect(0, last=k == 1)
             loss.backward()
-        compare_reducer(f"ZeRO-{zero}", mesh, model, reducer)
+        compare(f"ZeRO-{zero}", mesh, model, reducer)
         # Elements in memory, of 8 bytes each. The parameters and reducer.weights are views of the
         # same memory, which counts once; under ZeRO-3 the parameters' is freed
         held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8
@@ -206,7 +203,7 @@ def demo_tensor_parallel(mesh):
     model, ids = small_gpt(mesh)
     split_matrices(model, mesh.group("tp"))
     model(ids, ids).backward()
-    compare_model("tensor_parallel", mesh, model)
+    compare("tensor_parallel", mesh, model)
     if mesh.rank == 0:
         for param in model.parameters():
             full = str([*param.tag.shape])
@@ -222,7 +219,7 @@ def demo_sequence_parallel(mesh):
         before = group.bytes_sent
         model(ids, ids).backward()
         sent = group.bytes_sent - before
-        compare_model(name, mesh, model)
+        compare(name, mesh, model)
         if mesh.rank == 0:
             print(f"{name}: {sent} bytes sent")
     if mesh.rank == 0:
@@ -301,9 +298,12 @@ def demo_expert_parallel(mesh):
     """Which rank's tokens chose which of 8 experts."""
     model, mine = small_gpt(mesh, n_experts=8, top_k=2)
     spread_experts(model, mesh)
+    logits = []  # (B, S, n_experts) of the first block's router
+    model.layers[1].mlp.router.register_forward_hook(lambda *args: logits.append(args[2]))
     model(mine, mine).backward()
     group = mesh.group("ep")
-    load = model.layers[1].mlp.load.view(group.size, -1).long()  # [rank][its expert], of my tokens
+    chosen = logits[0].topk(2).indices  # (B, S, k)
+    load = chosen.flatten().bincount(minlength=8).view(group.size, -1)  # [rank][its expert]
     loads = [torch.empty_like(load) for _ in range(group.size)]
     all_to_all(loads, [load] * group.size, group)
     if group.rank == 0:
@@ -314,7 +314,7 @@ def demo_expert_parallel(mesh):
             away = int(row.sum() - row[rank].sum())
             table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
             print(f"rank {rank}  {table}    {away} of {choices} choices go elsewhere")
-    compare_model("expert_parallel", mesh, model)
+    compare("expert_parallel", mesh, model)
 
 
 # ---- pipelines ----
@@ -353,11 +353,12 @@ def schedule_text(times, width=160):
     return "\n".join(rows)
 
 
-def time_schedule(name, P, m, v=1, costs=(1, 1, 1, 0)):
-    """The Timeline of a schedule. Raises ValueError, one line, if there is no such schedule, or if
-    its lists are not valid."""
-    lists = schedules.make_schedule(name, P, m, v)
-    where = schedules.placement(name, P, v)
+def time_schedule(name, P, m, costs=(1, 1, 1, 0)):
+    """The Timeline of a schedule. ValueError, one line, if its lists are not valid."""
+    if SCHEDULES[name].in_rounds and m % P:
+        raise ValueError(f"{m} microbatches must be a multiple of {P} ranks for {name}")
+    lists = schedules.make_schedule(name, P, m)
+    where = schedules.placement(name, P)
     schedules.validate(lists, where)
     return schedules.simulate(lists, where, costs)
 
@@ -372,14 +373,14 @@ def demo_pipeline(mesh):
         stages = {group.rank: list(model.layers[start:stop])}
         reducer = make_reducer(0, mesh, model, stages)
         # A batch of one sequence of one token: so the loss is divided by 1, and stays a sum
-        cfg = SimpleNamespace(schedule=name, microbatches=8, chunks=1, batch_size=1, block_size=1)
+        cfg = SimpleNamespace(schedule=name, microbatches=8, batch_size=1, block_size=1)
         shape = (1, 8, 16)  # (B, S, C) of small_gpt
         pipeline = Pipeline(stages, group, cfg, shape, torch.double, deferred=None,
                             scale=torch.ones(()))
         pipeline.run([(row, row) for row in ids.split(1)], reducer)
         if group.rank == 0:
             print(schedule_text(time_schedule(name, group.size, 8).times))
-        compare_reducer(name, mesh, model, reducer)
+        compare(name, mesh, model, reducer)
     if group.rank == 0:
         print(LETTERS)
 
@@ -433,14 +434,13 @@ def sizes_command(words):
     parser = Parser(sizes_command.__doc__)
     parser.add_argument("parameters", nargs="?", type=float, default=7e9)
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
-    parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
     parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
     args = parser.parse_args(words)
     if not (0 < args.parameters < 1e18 and args.gpu_gb > 0 and args.microbatches > 0):
         parser.error("parameters, --gpu-gb and --microbatches must be above 0")
     billions = args.parameters / 1e9
-    weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1, args.width)
-    print(f"{args.parameters:g} parameters of {args.width} bytes: weights {billions * weights:g} "
+    weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1)
+    print(f"{args.parameters:g} parameters of 2 bytes: weights {billions * weights:g} "
           f"GB, gradients {billions * gradients:g} GB, Adam's states {billions * optimizer:g} GB")
     print(f"{'':6}  GB held per rank, * fits into {args.gpu_gb:g} GB{'':20}"
           f"GB sent in a step, microbatches: {args.microbatches}")
@@ -449,7 +449,7 @@ def sizes_command(words):
     for ranks in (2**i for i in range(11)):
         row = f"{ranks:6d}"
         for stage in range(4):
-            gb = billions * sum(sizes.bytes_per_parameter(stage, ranks, args.width))
+            gb = billions * sum(sizes.bytes_per_parameter(stage, ranks))
             row += f"{gb:10.4g} {'*' if gb <= args.gpu_gb else ' '}"
         # How many reduce-scatters and all-gathers of the whole gradient's size a step has
         m = args.microbatches
@@ -514,11 +514,12 @@ def schedule_svg(times, title):
     return str(picture)
 
 
-def closed_form(name, P, m, v, costs):
+def closed_form(name, P, m, costs):
     """The bubble by the formula of the schedule's paper, idle / (idle + work). costs: seconds of F,
     I, W for a microbatch and all v stages of a rank, and of a message. None: there is no formula,
     or its assumptions do not hold."""
     f, i, w, comm = costs
+    v = SCHEDULES[name].chunks
     # For each other rank a rank idles for an F and a B of one stage. zb-h1: for an F and an I, less
     # one W, which fills a part of the gap
     gaps = {"gpipe": f + i + w, "1f1b": f + i + w, "interleaved": f + i + w, "zb-h1": f + i - w}
@@ -528,59 +529,48 @@ def closed_form(name, P, m, v, costs):
     return idle / (idle + v * m * (f + i + w))
 
 
-def line_of_figures(name, P, m, v, costs, timeline):
+def figures(name, P, m, costs, timeline):
     """A schedule's figures, in one line. peak_in_flight counts pairs of a stage and a microbatch: a
     pair holds the activations of one stage, 1/v of the rank's layers."""
-    bubble = closed_form(name, P, m, v, costs)
+    v = SCHEDULES[name].chunks
+    bubble = closed_form(name, P, m, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
     share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
             f"formula {formula}  in flight {timeline.peak_in_flight}{share}")
 
 
-def compare_schedules(P, m, asked, costs):
-    """Print the figures of every schedule. asked: the value of --chunks, for schedules without a
-    number of their own. A schedule in rounds that m does not fit is skipped."""
-    for name, declared in schedules.SCHEDULES.items():
-        try:
-            v = schedules.chunks_of(name, 0 if declared.chunks else asked)
-            timeline = time_schedule(name, P, m, v, costs)
-            print(line_of_figures(name, P, m, v, costs, timeline))
-        except ValueError as error:
-            if not declared.in_rounds:
-                raise
-            print(f"{name:11}  skipped: {error}")
-    print(FIGURES)
-
-
 def schedules_command(words):
     """schedules 1f1b 4 8: the timeline of a schedule, and its figures."""
     parser = Parser(schedules.__doc__)
-    parser.add_argument("schedule", nargs="?", default="1f1b", help=", ".join(schedules.SCHEDULES))
+    parser.add_argument("schedule", nargs="?", default="1f1b", choices=SCHEDULES, metavar="NAME",
+                        help=", ".join(SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")
-    parser.add_argument("--chunks", type=int, metavar="v", default=0,
-                        help="stages per rank (interleaved: 2)")
     parser.add_argument("--costs", default=(1, 1, 1, 0), metavar="F,I,W,comm",
                         type=lambda words: tuple(map(float, words.split(","))))
     parser.add_argument("--compare", action="store_true", help="every schedule, one line each")
     parser.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args(words)
     name, P, m = args.schedule, args.P, args.m
-    if P * m > 10**6:
-        parser.error(f"{P} ranks x {m} microbatches are more than a million actions")
+    if not 0 < P <= 500 or not 0 < m <= 20000 / P:
+        parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
     try:
         if args.compare:
-            return compare_schedules(P, m, args.chunks, args.costs)
-        v = schedules.chunks_of(name, args.chunks)
-        timeline = time_schedule(name, P, m, v, args.costs)
+            for name in SCHEDULES:
+                if not (SCHEDULES[name].in_rounds and m % P):
+                    timeline = time_schedule(name, P, m, args.costs)
+                    print(figures(name, P, m, args.costs, timeline))
+            print(FIGURES)
+            return
+        timeline = time_schedule(name, P, m, args.costs)
         if args.svg:
             title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
             Path(args.svg).write_text(schedule_svg(timeline.times, title))
     except (ValueError, OSError) as error:
-        parser.error(error)
+        parser.error(in_words(error))
     print(schedule_text(timeline.times, min(160, shutil.get_terminal_size((120, 24)).columns)))
-    print(line_of_figures(name, P, m, v, args.costs, timeline), LETTERS, FIGURES, sep="\n")
+    print(figures(name, P, m, args.costs, timeline), LETTERS, FIGURES, sep="\n")
 
 
 # ---- who holds what on eight ranks, by the tags of train.py's parameters ----
@@ -602,7 +592,8 @@ def held_matrices(mesh):
     may begin or end within a row."""
     cfg = parse(EIGHT.split())
     check_layout(cfg, world=1)
-    trainer = Trainer(cfg, mesh, VOCAB_SIZE)
+    shape = sizes.config_of(cfg, VOCAB_SIZE)
+    trainer = Trainer(cfg, mesh, shape, from_seed(shape, cfg.seed))
     reducer = trainer.reducer
     found = []
     for chunk, tag, start in zip(reducer.weights, reducer.tags, reducer.starts, strict=True):
@@ -694,7 +685,7 @@ def ranks_command(words):
     try:
         open(file, "a").close()  # before eight processes start: can the file be written?
     except OSError as error:
-        parser.error(error)
+        parser.error(in_words(error))
     demonstrate(partial(draw_eight_ranks, file=file), 8, **EIGHT_RANKS)
 
 
@@ -704,7 +695,6 @@ COMMANDS.update(mesh=mesh_command, sizes=sizes_command, schedules=schedules_comm
 
 
 def main():
-    end_quietly()
     parser = Parser(__doc__)
     parser.add_argument("name", choices=COMMANDS, metavar="NAME", help=", ".join(COMMANDS))
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS")

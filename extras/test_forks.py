@@ -1,110 +1,85 @@
 """The forks of extras/forks/: each patch applies to this repository, and trains like one process in
 another layout; and each computes what its paper says."""
 
-import json
 import math
 import shutil
 import subprocess
-import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from data.batches import Data
 from extras.forks import diloco, large_batches, muon
 from mesh import Mesh
-from model import build
-from optimizer import LossScale, learning_rate
-from run.config import check_layout, parse
+from model import build, initial_value
+from optimizer import LossScale
 from shard import Tag
 from sizes import config_of
-from tests.harness import HERE, VOCAB
+from test_all import RATES, batch, config, ranks, write_corpus
+from tests.harness import HERE, VOCAB, close, command, make_trainer
 
-pytestmark = pytest.mark.skipif(not shutil.which("git"), reason="git applies the patches")
-WORDS = """--n-layer 2 --n-head 2 --n-embd 8 --block-size 8 --batch-size 8 --dtype float64 --steps 3
-    --warmup-steps 0 --microbatches 1 --eval-interval 0 --device cpu""".split()
-RUNS = {  # patch: (flags of one layout, of others that have to give the same weights)
+LAYOUTS = {  # fork: layouts that have to give the weights of the first one
     "muon": ("--muon", "--muon --tp 2 --dp 2 --zero 1"),
     "large_batches": ("--layerwise lamb", "--layerwise lamb --tp 2 --pp 2",
                       "--layerwise lamb --dp 2 --zero 2"),
     "lora": ("--lora 2", "--lora 2 --tp 2 --dp 2 --sp --zero 3",
-             "--lora 2 --pp 2 --schedule zb-h1 --microbatches 2"),
+             "--lora 2 --tp 2 --pp 2 --schedule zb-h1 --microbatches 2"),
     "diloco": ("--diloco 2 --dp 2 --shard 1", "--diloco 2 --dp 4 --shard 2 --zero 1")}
 
 
-def close(got, want, name):
-    """Equal to 1e-10 of the largest element: float64, and sums in another order. c_attn.bias: to
-    1e-8, because the gradients of the keys' biases are 0 but for rounding, and AdamW divides them
-    by their size or, if that is smaller, by 1e-8."""
-    off = (got - want).abs().max() / want.abs().max().clamp(min=1e-300)
-    assert off < (1e-8 if name.endswith("c_attn.bias") else 1e-10), (name, off)
-
-
-@pytest.fixture(scope="module", params=RUNS)
-def trained(request, corpus, tmp_path_factory):
-    """(name of the patch, [{name: tensor} of the last checkpoint of each of its runs])."""
-    name = request.param
-    tree = tmp_path_factory.mktemp(name) / "fork"
+@pytest.mark.skipif(not shutil.which("git"), reason="git applies the patches")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_fork_trains_alike_in_any_layout(name, tmp_path):
+    tree = tmp_path / "fork"
     hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare")
     shutil.copytree(HERE, tree, ignore=hidden)
     subprocess.run(["git", "init", "-q", tree], check=True)
     subprocess.run(["git", "apply", f"extras/forks/{name}.patch"], cwd=tree, check=True)
-    ended = []
-    for i, words in enumerate(RUNS[name]):
-        command = [sys.executable, "train.py", *WORDS, *words.split(), "--data", corpus,
-                   "--out", str(tree / f"out{i}")]
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        assert i == 0 or "replicas agree" in done.stdout
-        ended.append(weights_of(tree / f"out{i}" / "step-00000003" / "model.safetensors"))
-    return name, ended
+    done = command("-c", f"from extras.test_forks import prove; prove({name!r})", cwd=tree)
+    assert done.returncode == 0, done.stderr
 
 
-def weights_of(path):
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    weights = {}
-    for name, entry in json.loads(data[8:start]).items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            raw = bytearray(data[start + begin : start + end])
-            weights[name] = torch.frombuffer(raw, dtype=torch.double).view(entry["shape"])
-    return weights
+def prove(name):
+    """Compare a fork's layouts with its first one. Called in the fork's tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_corpus(folder)
+        first, *others = (config(words.split(), folder) for words in LAYOUTS[name])
+        want = two_workers(first) if name == "diloco" else {}
+        got = ranks(first.dp, three_steps, first, want)[0]
+        for cfg in others:
+            ranks(cfg.dp * cfg.pp * cfg.tp, three_steps, cfg, got)
+        if name == "lora":
+            only_adapters_have_moved(got, config_of(first, VOCAB), first.seed)
+    ranks.stop()
 
 
-def flags(corpus, words=""):
-    cfg = parse([*WORDS, *words.split(), "--data", corpus])
-    check_layout(cfg, 1)
-    return cfg
+def three_steps(rank, cfg, want):
+    """Train on one rank, and compare its weights with {name: the full tensor}, if given. Returns
+    {name: this rank's slice}."""
+    trainer, data = make_trainer(cfg)
+    for step, lr in enumerate(RATES):
+        trainer.step(data.training(cfg, step, trainer.mesh), lr)
+    if getattr(cfg, "diloco", 0):
+        trainer.optimizer.meet_early()
+    held = {}
+    for tag, weight in trainer.reducer.whole():
+        held[tag.name] = weight
+        if want:
+            close(weight, tag.slice(want[tag.name]), tag.name)
+    return held
 
 
-def initial_model(cfg):
-    return build(config_of(cfg, VOCAB), cfg.seed, torch.double)
+def only_adapters_have_moved(weights, shape, seed):
+    for name, value in weights.items():
+        start = initial_value(name, value.shape, shape, seed)
+        assert torch.equal(value, start.double()) != (".adapter_" in name), name
 
 
-def test_a_fork_trains_alike_in_any_layout(trained, corpus):
-    name, (one, *others) = trained
-    start = dict(initial_model(flags(corpus)).canonical_parameters())
-    assert one.keys() >= start.keys()
-    for other in others:
-        assert other.keys() == one.keys()
-        for tensor, value in one.items():
-            close(other[tensor], value, tensor)
-    if name == "lora":  # only the adapters have moved
-        assert all(torch.equal(one[tensor], value) for tensor, value in start.items())
-        assert all(one[tensor].any() for tensor in one.keys() - start.keys())
-    if name == "diloco":
-        for tensor, value in two_workers(corpus).items():
-            close(one[tensor], value, tensor)
-
-
-def two_workers(corpus):
+def two_workers(cfg):
     """{name: weights} of three steps of --diloco 2 with two workers, by the paper, in one process.
-    The workers meet after two steps, and once more before the checkpoint."""
-    cfg = flags(corpus)
-    data = Data(cfg)
-    *workers, outer = (initial_model(cfg) for _ in range(3))
+    The workers meet after two steps, and once more after the third."""
+    *workers, outer = (build(config_of(cfg, VOCAB), cfg.seed, torch.double) for _ in range(3))
     optimizers = []
     for model in workers:
         matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -113,15 +88,14 @@ def two_workers(corpus):
                   {"params": others, "weight_decay": 0.0}]
         optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     velocity = [torch.zeros_like(p) for p in outer.parameters()]
-    for step in range(3):
-        (batch,) = data.training(cfg, step, Mesh())
-        parts = zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
+    for step, lr in enumerate(RATES):
+        parts = zip(*(each.chunk(2) for each in batch(cfg.data, step, cfg.block_size)), strict=True)
         for model, optimizer, (ids, targets) in zip(workers, optimizers, parts, strict=True):
             model.zero_grad()
             (model(ids, targets) / targets.numel()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(cfg, step)
+                group["lr"] = lr
             optimizer.step()
         if step == 0:
             continue

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 from contextlib import redirect_stdout
 
@@ -11,8 +10,7 @@ import pytest
 import schedules
 from extras import show
 from mesh import Mesh
-from tests.harness import HERE
-from tests.pool import pool
+from tests.harness import HERE, command, ranks
 
 
 def _demo(rank, name, layout):
@@ -22,8 +20,8 @@ def _demo(rank, name, layout):
     return printed.getvalue()
 
 
-def demo(name, ranks=4, **more):
-    return pool(ranks, _demo, name, {show.DEMOS[name][1]: ranks, **more})
+def demo(name, n=4, **more):
+    return ranks(n, _demo, name, {show.DEMOS[name][1]: n, **more})
 
 
 @pytest.mark.parametrize("name,times", [
@@ -46,7 +44,7 @@ def test_collectives_send_the_formula(N):
 
 
 def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
-    pool(8, _draw, tmp_path / "ranks.svg")
+    ranks(8, _draw, tmp_path / "ranks.svg")
     drawn = (tmp_path / "ranks.svg").read_text()
     assert drawn == (HERE / "docs/pictures/ranks.svg").read_text()
 
@@ -79,11 +77,10 @@ def test_mesh_and_sizes(capsys):
 
 @pytest.mark.parametrize("words,says", [
     ("ddp 2", "ddp runs on 4 ranks"), ("nothing", "nothing"), ("sizes -5", "above 0"),
-    ("mesh 3 1 2 1 1", "ep must divide dp"), ("schedules interleaved 4 6", "--microbatches"),
-    ("ranks --svg no/x", "no/x")])
+    ("mesh 3 1 2 1 1", "ep must divide dp"), ("schedules interleaved 4 6", "multiple of 4 ranks"),
+    ("schedules 1f1b 99999 9", "at most 500"), ("ranks --svg no/x", "no/x")])
 def test_wrong_words_are_answered_with_one_line(words, says, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["show.py", *words.split()])
-    monkeypatch.setattr(show, "end_quietly", lambda: None)
     with pytest.raises(SystemExit) as stop:
         show.main()
     line = capsys.readouterr().err
@@ -91,6 +88,5 @@ def test_wrong_words_are_answered_with_one_line(words, says, capsys, monkeypatch
 
 
 def test_a_command_starts_its_own_processes():
-    done = subprocess.run([sys.executable, "-m", "extras.show", "collectives", "2"], cwd=HERE,
-                          capture_output=True, text=True)
+    done = command("-m", "extras.show", "collectives", 2)
     assert done.returncode == 0 and "formula  1680" in done.stdout, done.stderr

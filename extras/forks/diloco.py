@@ -23,7 +23,7 @@ on one worker is skipped by all.
 import torch
 
 from collectives import all_reduce
-from run.tensorfile import CheckpointError
+from run.checkpoint import CheckpointError
 
 OUTER_LR, MOMENTUM = 0.7, 0.9
 
@@ -75,17 +75,13 @@ class DiLoCo:
         if self.apart == self.every:
             self.meet()
 
-    def mean_change(self, start, master):
-        """d of some weights."""
-        return all_reduce(start - master, self.workers) / self.workers.size
-
     @torch.no_grad()
     def meet(self):
         """Collective; publish() of the reducer is to follow."""
         self.apart = 0
         held = zip(self.reducer.weights, self.masters, self.start, self.velocity, strict=True)
         for weights, master, start, velocity in held:
-            change = self.mean_change(start, master)
+            change = all_reduce(start - master, self.workers) / self.workers.size  # d
             velocity.mul_(MOMENTUM).add_(change)
             start.sub_(OUTER_LR * (change + MOMENTUM * velocity))
             master.copy_(start)
