@@ -205,8 +205,9 @@ def read_manifest(folder):
         except TypeError as error:
             raise ValueError(f"damaged: {error}") from None
         for name in ("number", "updates", "good_steps", "scale"):
-            if not 0 <= float(manifest.get(name, 0)) < math.inf:
-                raise ValueError(f"damaged: its {name} is {manifest[name]!r:.40}")
+            value = manifest.get(name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"damaged: its {name} is {value!r:.40}")
     return manifest
 
 
@@ -220,7 +221,7 @@ def complete(out):
         try:
             for file in (MODEL, OPTIMIZER):
                 read_header(folder / file)
-            found.append((read_manifest(folder).get("number", 0), folder))
+            found.append((read_manifest(folder)["number"], folder))
         except CheckpointError as error:
             print(f"{folder} skipped: {error}", file=sys.stderr)
     return sorted(found)
@@ -337,7 +338,7 @@ def save(trainer, step, data_folder=""):
     with together(world), about(folder):
         if world.rank == 0:
             for path in out.glob("step-*.tmp"):  # what interrupted saves have left
-                if (path / MANIFEST).exists():
+                if os.path.lexists(path / MANIFEST):
                     put_aside(path)
                 else:
                     shutil.rmtree(path)
