@@ -18,6 +18,7 @@ from mesh import Mesh
 from run import checkpoint
 from run.checkpoint import MANIFEST, MODEL, OPTIMIZER, CheckpointError
 from sizes import config_of
+from test_all import one_process
 from tests.harness import (
     VOCAB,
     Run,
@@ -31,7 +32,6 @@ from tests.harness import (
     until,
     whole_slices,
 )
-from test_all import one_process
 
 # ---- any layout reads any other's ----
 
@@ -72,7 +72,8 @@ def hop(rank, words, corpus, sizes, step, folder):
 LLAMA = dict(arch="llama", n_kv_head=3, n_hidden=37, block_size=24, untied=True)
 WALKS = {
     "gpt": ({}, "--dp 2 --tp 2", "--pp 4 --microbatches 3", "--dp 3 --zero 3"),
-    "zero": ({}, "--dp 2 --tp 3 --zero 1", "--cp 2 --tp 2 --sp --pp 2", "--dp 4 --shard 2 --zero 2"),
+    "zero": ({}, "--dp 2 --tp 3 --zero 1", "--cp 2 --tp 2 --sp --pp 2",
+             "--dp 4 --shard 2 --zero 2"),
     "stages": ({}, "--dp 2 --tp 2 --pp 2 --zero 3", "--pp 2 --schedule interleaved", "--dp 1"),
     "experts": ({"experts": 4}, "--dp 4 --ep 4", "--tp 2 --pp 2", "--dp 2 --ep 2 --zero 3"),
     "llama": (LLAMA, "--tp 3 --pp 2", "--dp 2 --cp 2 --zero 3", "--tp 3 --sp"),
@@ -330,7 +331,8 @@ DAMAGE = {  # what is done to the folder, the flags of the run that resumes, wha
                 "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off at the end"),
     "empty": (lambda folder: os.truncate(folder / MODEL, 0), {}, NO_HEADER),
     "zeros": (lambda folder: (folder / MODEL).write_bytes(bytes(999)), {}, NO_HEADER),
-    "a list": (lambda folder: (folder / MODEL).write_bytes(b"\2" + bytes(7) + b"[]"), {}, NO_HEADER),
+    "a list": (lambda folder: (folder / MODEL).write_bytes(b"\2" + bytes(7) + b"[]"), {},
+               NO_HEADER),
     "no file": (lambda folder: (folder / MODEL).unlink(), {}, "model.safetensors: No such file or"),
     "a tensor missing": (header(lambda values: values.pop(NORM)), {}, f"tensor {NORM}: missing"),
     "shape": (header(lambda values: values[WPE].update(shape=[4, 16])), {},
