@@ -50,14 +50,14 @@ REFUSED = [  # words -> what the line says; where it says "try N", N has to be a
     ("--dp 3", "--dp 3 x --microbatches 1 must divide --batch-size 32; try 1 or 2 or 4 or 8"),
     ("--microbatches 5", "--dp 1 x --microbatches 5 must divide --batch-size 32; try 1 or 2"),
     ("--dp 4 --shard 3", "--shard 3 must divide --dp 4; try 1 or 2 or 4"),
-    ("--ep 3 --dp 4 --experts 6", "--ep 3 must divide --dp 4; try 1 or 2 or 4"),
+    ("--ep 3 --dp 4 --experts 12", "--ep 3 must divide --dp 4; try 1 or 2 or 4"),
     ("--ep 4 --dp 4 --shard 2 --experts 4", "--ep 4 must divide --shard 2; try 1 or 2"),
     ("--ep 2 --dp 2", "--ep 2 is for --experts; say how many"),
     ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2 x --tp 1; try"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
     ("--experts 8 --top-k 7", "--top-k 7 must divide 512, the hidden units of an MLP; try 1, 2"),
     ("--pp 7", "--pp 7 x --schedule 1f1b: 7 stages must be at most --n-layer + 2 = 6"),
-    ("--pp 4 --schedule interleaved", "8 stages must be at most --n-layer + 2 = 6"),
+    ("--pp 4 --schedule interleaved", "--pp 4 x --schedule interleaved: 8 stages must be at most"),
     ("--schedule interleaved --pp 2 --microbatches 1", "--microbatches 1 must be a multiple of 2"),
     ("--watch", "--watch all: one rank sends no messages; try --tp 2"),
     ("--dp 2 --tp 2 --watch 9", "--watch 9 must be a rank, 0 to 3, or an axis of several"),
@@ -79,16 +79,15 @@ def one_line(main, words, capsys, monkeypatch):
 def test_a_wrong_flag_is_one_line_whose_fix_is_accepted(words, says, capsys, monkeypatch):
     line = one_line(lambda: read_flags("", 1), ["train.py", *words.split()], capsys, monkeypatch)
     assert line.startswith(f"train.py: {says}"), line
-    named, _, fixes = line.partition("; try ")
+    reason, _, fixes = line.partition("; try ")
     if fixes.startswith("--"):
-        words += f" {fixes} {line.split()[1]}"
-    for fix in re.findall(r"\d+", fixes):
-        # The flags whose product is to divide: the first gets the number, the others 1
-        first, *others = re.findall(r"(--\S+) \d+", named.partition(" must ")[0])
-        fixed = [first, fix] if fixes[0] != "-" else []
-        for other in others:
-            fixed += [other, "1"]
-        check_layout(parse([*words.split(), *fixed]), 1)
+        check_layout(parse([*words.split(), *fixes.split()]), 1)
+        return
+    # The flags whose product has to divide: the first gets the number, the others 1
+    first, *others = re.findall(r"(--\S+) \d+", reason.partition(" must ")[0]) or [None]
+    ones = [word for other in others for word in (other, "1")]
+    for number in re.findall(r"\d+", fixes):
+        check_layout(parse([*words.split(), first, number, *ones]), 1)
 
 
 def test_other_processes_than_the_layout_needs_are_refused():
@@ -241,10 +240,10 @@ def test_the_first_ten_steps_every_twentieth_and_the_last_are_printed(corpus, tm
     train_here(config(["--steps", "45", "--eval-interval", "0"], corpus, out=str(tmp_path)))
     said = capsys.readouterr().out
     steps = re.findall(r"^step +(\d+)  loss \d\.\d{4}  norm \d+\.\d{3}  lr \d\.\d\de-\d\d  \d+ ms  "
-                       r"[\d,]+ tokens/s  comm 0%  \d+ min \d+ s left$", said, re.MULTILINE)
+                       r"[\d,]+ tokens/s  comm \d+%  \d+ min \d+ s left$", said, re.MULTILINE)
     assert [*map(int, steps)] == [*range(10), 20, 40, 44]
     for step, record in enumerate(records(tmp_path)):
-        assert record["step"] == step and record["comm"] == 0
+        assert record["step"] == step and 0 <= record["comm"] <= 1
         assert math.isclose(record["tokens_per_s"] * record["ms"] / 1e3, 36 * 8)
 
 
@@ -283,13 +282,13 @@ def test_a_gpus_steps_are_read_one_step_late_and_are_the_same(corpus, tmp_path):
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, is_late, capsys):
     """It validates and saves no more, and names the last good checkpoint."""
-    cfg = config("--steps 50 --save-interval 4".split(), corpus, out=str(tmp_path))
+    cfg = config("--steps 50 --save-interval 5".split(), corpus, out=str(tmp_path))
     with nan_from(3), patch.object(Log, "__init__", late if is_late else Log.__init__):
         log = train_here(cfg)
     said = capsys.readouterr()
     assert log.gave_up and not log.ended_well and "validation" not in said.out
     assert said.err.endswith(f"up to step {7 + is_late}; last good checkpoint: "
-                             f"{tmp_path}/step-00000008; a lower --lr may help\n")
+                             f"{tmp_path}/step-00000005; a lower --lr may help\n")
     values = [record["loss"] for record in records(tmp_path)]
     assert values[3:] == [None] * (5 + is_late) and None not in values[:3]
 
@@ -358,7 +357,7 @@ def test_one_command_trains_and_another_continues_a_text(tmp_path):
 
 
 def watch_a_step(rank, cfg):
-    """(the messages that this rank sent in its first step, {axis: bytes that its groups counted})."""
+    """(messages that this rank sent in its first step, {axis: bytes that its groups counted})."""
     trainer, data = make_trainer(cfg)
     mesh = trainer.mesh
     before = {group: group.bytes_sent for group in mesh.groups.values()}
@@ -389,8 +388,9 @@ def test_watch_tells_every_message_that_the_groups_count(corpus, words):
     for what in {message[4] for message in sent}:
         collective, file, function = re.fullmatch(r"(\w+), (\S+) (\S+)", what).groups()
         assert re.search(rf"^ *def {collective}\b", (HERE / "collectives.py").read_text(), re.M)
+        source, = [*HERE.glob(file), *HERE.glob(f"transport/{file}")]
         for name in function.split("."):
-            assert re.search(rf"^ *(def|class) {name}\b", (HERE / file).read_text(), re.M), what
+            assert re.search(rf"^ *(def|class) {name}\b", source.read_text(), re.M), what
     # One rank's or one axis's lines are those in which it stands
     axes = {axis for key in counted for axis in key.split("+")}
     for which in ("1", *sorted(axes)):
