@@ -246,6 +246,7 @@ def train_and_spoil(rank, cfg, value):
 
     def spoiled(trainer, *args):
         numbers = step(trainer, *args)
+        [*trainer.reducer.whole()]  # ZeRO: the new weights have arrived
         if trainer.optimizer.num_steps == 3 and rank == 1:
             held = next(weights for weights in trainer.reducer.weights if weights.numel())
             held.view(-1)[0] = value
