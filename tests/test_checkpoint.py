@@ -187,24 +187,6 @@ def test_a_save_removes_what_an_interrupted_one_has_left_and_nothing_else(
     assert said.count("\n") == 3
 
 
-def test_a_save_that_fails_leaves_the_checkpoints_before(corpus, tmp_path):
-    """... also between its two renames, of the old folder and of the new one."""
-    trainer = small_trainer(corpus, tmp_path)
-    folder = checkpoint.save(trainer, 3)
-
-    def fail_at_the_second(source, target, rename=os.rename):
-        if str(source).endswith(".tmp"):
-            raise OSError(5, "Input/output error", str(source))
-        rename(source, target)
-
-    with (patch.object(os, "rename", fail_at_the_second),
-          pytest.raises(CheckpointError, match="step-00000003.tmp: Input/output error")):
-        checkpoint.save(trainer, 3)
-    assert checkpoint.find(tmp_path).name in ("step-00000003.tmp", "step-00000003.old-1")
-    assert checkpoint.save(trainer, 3) == folder == checkpoint.find(tmp_path)
-    assert len(checkpoint.complete(tmp_path)) == 3
-
-
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(corpus, tmp_path):
     done = []
     sync, rename = checkpoint.sync, os.rename
@@ -331,21 +313,17 @@ DAMAGE = {  # what is done to the folder, the flags of the run that resumes, wha
     "cut off": (lambda folder: cut_off(folder / OPTIMIZER), {},
                 "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off at the end"),
     "empty": (lambda folder: os.truncate(folder / MODEL, 0), {}, NO_HEADER),
-    "zeros": (lambda folder: (folder / MODEL).write_bytes(bytes(999)), {}, NO_HEADER),
     "a list": (lambda folder: (folder / MODEL).write_bytes(b"\2" + bytes(7) + b"[]"), {},
                NO_HEADER),
     "no file": (lambda folder: (folder / MODEL).unlink(), {}, "model.safetensors: No such file or"),
     "a tensor missing": (header(lambda values: values.pop(NORM)), {}, f"tensor {NORM}: missing"),
     "shape": (header(lambda values: values[WPE].update(shape=[4, 16])), {},
               f"model.safetensors, tensor {WPE}: F64 [4, 16], not F64 [8, 8]"),
-    "length": (header(lambda values: values[WPE].update(shape=[8, 9])), {},
-               f"model.safetensors, tensor {WPE}: 512 bytes for [8, 9]"),
     "overlap": (header(lambda values: values[WPE].update(data_offsets=[0, 512])), {},
                 "model.safetensors, tensor transformer.wte.weight: overlaps another one"),
     "no JSON": (lambda folder: (folder / MANIFEST).write_text("{"), {}, "manifest.json: not JSON"),
     "no step": (manifest(step="4"), {}, "manifest.json: damaged: it has no step, or no model"),
     "no scale": (manifest(scale=None), {}, "manifest.json: damaged: its scale is None"),
-    "scale": (manifest(scale=math.inf), {}, "manifest.json: damaged: its scale is inf"),
     "field": (manifest(model={"heads": 2}), {}, "manifest.json: damaged: GPTConfig.__init__() got"),
     "dtype": (lambda folder: None, {"dtype": "float32"},
               "model.safetensors, tensor transformer.wte.weight: F64 [67, 8], not F32 [67, 8]"),
