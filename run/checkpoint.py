@@ -200,14 +200,17 @@ def read_manifest(folder):
     path = Path(folder, MANIFEST)
     with about(path):
         manifest = read_json(path)
+        step, model = manifest.get("step"), manifest.get("model")
+        if type(step) is not int or step < 0 or type(model) is not dict:
+            raise ValueError("damaged: it has no step, or no model")
         try:
-            config_from(manifest["model"])
-            for name in ("step", "number", "updates", "good_steps", "scale"):
-                if not 0 <= manifest[name] < math.inf:
-                    raise ValueError(f"its {name} is {manifest[name]}")
-            range(manifest["step"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"damaged ({error})") from None
+            config_from(model)
+        except TypeError as error:
+            raise ValueError(f"damaged: {error}") from None
+        for name in ("number", "updates", "good_steps", "scale"):
+            value = manifest.get(name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"damaged: its {name} is {value!r:.40}")
     return manifest
 
 
@@ -221,7 +224,7 @@ def complete(out):
         try:
             for file in (MODEL, OPTIMIZER):
                 read_header(folder / file)
-            found.append((read_manifest(folder).get("number", 0), folder))
+            found.append((read_manifest(folder)["number"], folder))
         except CheckpointError as error:
             print(f"{folder} skipped: {error}", file=sys.stderr)
     return sorted(found)
@@ -339,7 +342,7 @@ def save(trainer, step, data_folder=""):
     with together(world), about(folder):
         if world.rank == 0:
             for path in out.glob("step-*.tmp"):  # what interrupted saves have left
-                if (path / MANIFEST).exists():
+                if os.path.lexists(path / MANIFEST):
                     put_aside(path)
                 else:
                     shutil.rmtree(path)

@@ -213,7 +213,7 @@ def open_metrics(path, first):
     writes again, and without what a crash has left behind the last whole line."""
     kept = []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] < first:
                     kept.append(line + "\n")

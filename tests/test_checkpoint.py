@@ -1,421 +1,364 @@
-"""Checkpoints: any layout reads any other's, and damage is one line that names file and tensor."""
+"""Checkpoints: any layout reads any other's, bit for bit; nothing complete is ever deleted; damage
+is one line that names file and tensor."""
 
 import json
 import math
 import os
-import re
 import shutil
-from dataclasses import asdict
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
-import sample
 import train
-from data.batches import Data
 from mesh import Mesh
-from optimizer import AdamW
 from run import checkpoint
-from run.config import LOCK, check
-from run.copies import whole_slices
-from sizes import LlamaConfig
+from run.checkpoint import MANIFEST, MODEL, OPTIMIZER, CheckpointError
+from sizes import config_of
+from test_all import one_process
 from tests.harness import (
-    FULL,
     VOCAB,
-    _train,
-    assemble,
-    bare,
+    Run,
     close,
     config,
-    local_tensors,
-    pool,
+    flags,
+    losses,
+    make_trainer,
+    ranks,
+    records,
+    until,
+    whole_slices,
 )
-from tests.runs import Run, contents, flags, one_line, rewrite
 
-# ---- checkpoints and faults ----
-
-
-def gathered_state(trainer):
-    """({kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's pieces;
-    {number of updates})."""
-    found = {"weights": local_tensors(trainer, "weights")}
-    for kind, pieces in trainer.optimizer.named_states().items():
-        found[kind] = [(bare(tag), whole) for tag, whole in whole_slices(trainer.reducer, pieces)]
-    return found, {int(trainer.optimizer.numbers()["updates"])}
+# ---- any layout reads any other's ----
 
 
-def _hop(rank, cfg, folder):
-    """Load, take one step, save: (state as loaded, loss, state as saved, the new folder)."""
-    mesh = train.make_mesh(cfg, cfg.device)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-    step = checkpoint.load(trainer, folder) if folder else 0
-    before = gathered_state(trainer) if folder else None
-    _, sums = trainer.step(data.training(cfg, step, mesh), train.learning_rate(cfg, step))
+def assert_holds(trainer, folder):
+    """Every slice on this rank has the bits of the checkpoint's full tensor, and the optimizer's
+    numbers are the manifest's. Collective."""
+    entries = checkpoint.read_header(folder / MODEL) | checkpoint.read_header(folder / OPTIMIZER)
+    held = {f".{kind}": values for kind, values in trainer.optimizer.named_states().items()}
+    for kind, values in {"": trainer.reducer.weights, **held}.items():
+        for tag, whole in whole_slices(trainer.reducer, values):
+            full = checkpoint.read_tensor(entries[tag.name + kind])
+            assert torch.equal(whole, tag.slice(full)), tag.name + kind
+    manifest = checkpoint.read_manifest(folder)
+    for name, value in trainer.optimizer.numbers().items():
+        assert value == manifest[name], name
+
+
+def hop(rank, words, corpus, sizes, step, folder):
+    """Load, take one step, save. Returns (loss, the new folder, the optimizer's numbers)."""
+    cfg = config(words.split(), corpus, **sizes)
+    shape = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), shape,
+                            train.initial_values(cfg, shape, folder))
+    numbers = trainer.optimizer.numbers()
+    if folder:
+        assert checkpoint.load(trainer, folder) == step
+        assert_holds(trainer, folder)
+    elif cfg.dtype == "float16":
+        numbers["scale"].fill_(4096.0)  # the default would hide that it is lost
+    loss, _, _ = trainer.step(train.Data(cfg).training(cfg, step, trainer.mesh),
+                              train.learning_rate(cfg, step))
     folder = checkpoint.save(trainer, step + 1)
-    return before, sums[0].item(), gathered_state(trainer), folder
+    assert_holds(trainer, folder)
+    return loss.item(), folder, {name: value.item() for name, value in numbers.items()}
 
 
-def _losses(rank, cfg, steps):
-    return [step["loss"] for step in _train(rank, cfg, steps, kinds=())[1:]]
+LLAMA = dict(arch="llama", n_kv_head=3, n_hidden=37, block_size=24, untied=True)
+WALKS = {
+    "gpt": ({}, "--dp 2 --tp 2", "--pp 4 --microbatches 3", "--dp 3 --zero 3"),
+    "zero": ({}, "--dp 2 --tp 3 --zero 1", "--cp 2 --tp 2 --sp --pp 2",
+             "--dp 4 --shard 2 --zero 2"),
+    "stages": ({}, "--dp 2 --tp 2 --pp 2 --zero 3", "--pp 2 --schedule interleaved", "--dp 1"),
+    "experts": ({"experts": 4}, "--dp 4 --ep 4", "--tp 2 --pp 2", "--dp 2 --ep 2 --zero 3"),
+    "llama": (LLAMA, "--tp 3 --pp 2", "--dp 2 --cp 2 --zero 3", "--tp 3 --sp"),
+    "float16": ({"dtype": "float16"}, "--dp 2 --zero 1", "--tp 2 --pp 2", "--dp 3 --zero 3")}
 
 
-WALK = [dict(dp=2, tp=2), dict(pp=4, microbatches=3), dict(dp=3, zero=3),
-        dict(tp=3, pp=2, zero=1), dict(dp=2, pp=2, tp=2, zero=3, microbatches=2), dict(),
-        dict(dp=2, pp=3, zero=2),
-        dict(tp=4, pp=2, microbatches=2), dict(dp=4, tp=2, zero=1, batch_size=36), dict(pp=5),
-        dict(dp=2, pp=2, schedule="zb-h1", microbatches=3, zero=2),
-        dict(pp=3, schedule="interleaved", chunks=2, microbatches=3),
-        dict(cp=2, tp=2, sp=True, pp=2), dict(cp=4, dp=2, zero=3)]
+@pytest.mark.parametrize("walk", WALKS)
+def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, walk):
+    """A step in each of three layouts, with a checkpoint between two: in float64 the losses are
+    those of one process. (The third loss follows from the moments that the second layout read.)"""
+    sizes, *layouts = WALKS[walk]
+    sizes = {**sizes, "out": str(tmp_path)}
+    folder = None
+    for step, words in enumerate(layouts):
+        cfg = config(words.split(), corpus, **sizes)
+        found = ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, hop, words, corpus, sizes, step, folder)
+        loss, folder, numbers = found[0]
+        if cfg.dtype == "float64":
+            close(loss, one_process(config_of(cfg, VOCAB), corpus)[1][step][0], words)
+        else:
+            assert numbers == {"scale": 4096.0, "updates": step + 1, "good_steps": step + 1}
 
 
-WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp=2, pp=2),
-                     dict(dp=4, ep=2, tp=2, sp=True, zero=1)]
+def test_a_run_that_is_killed_and_resumed_in_another_layout_has_the_losses_of_the_whole(
+        corpus, tmp_path):
+    """... and its metrics.jsonl has each step once."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    # Learning rates that do not depend on --steps: the first run has no end
+    same = dict(batch_size=6, min_lr=0.004)
+    run = Run(2, flags(corpus, killed, tp=2, steps=10**6, save_interval=2, **same), tmp_path)
+    until((killed / "step-00000004").exists, "a checkpoint")
+    run.signal(1, signal.SIGKILL)
+    assert run.wait(but=[1]) == [1], run.read()
+    steps = int(checkpoint.find(killed).name[5:]) + 3
+    for out, layout in ((killed, dict(dp=3, zero=3, resume="auto")), (whole, {})):
+        run = Run(layout.get("dp", 1), flags(corpus, out, steps=steps, **layout, **same), tmp_path)
+        assert not any(run.wait()), run.read()
+    assert [record["step"] for record in records(killed)] == [*range(steps)]
+    for got, want in zip(losses(killed), losses(whole), strict=True):
+        close(got, want, f"step {want[0]}")
 
 
-WALK_OF_LLAMA = [dict(tp=3, pp=2), dict(), dict(dp=2, zero=3, cp=2), dict(tp=3, sp=True),
-                 dict(pp=2, schedule="zb-h1", microbatches=3)]
+def test_a_checkpoint_of_the_earlier_format_resumes(corpus, trained, tmp_path):
+    """It counts checkpoints from 1, and has checksums and a seal of its content."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    for number, folder in enumerate(sorted(out.glob("step-*")), 1):
+        manifest = checkpoint.read_manifest(folder)
+        sums = {MODEL: {"transformer.wte.weight": 4053125}, OPTIMIZER: {}}
+        manifest.update(number=number, checksums=sums, kept=None, seal=3141592653)
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    run = Run(2, flags(corpus, out, dp=2, steps=5, resume="auto"), tmp_path)
+    assert run.wait() == [0, 0] and f"resumed from {out}/step-00000004" in run.read("stdout")
+    assert checkpoint.find(out).name == "step-00000005"
 
 
-# ZeRO over all data ranks and, with shard, over two of four
-WALK_OF_SHARDS = [
-    dict(dp=2, tp=2, zero=1), dict(dp=4, shard=2, zero=3, microbatches=3),
-    dict(dp=4, shard=2, zero=2), dict(dp=4, shard=2, zero=1), dict(dp=3, zero=3),
-    dict(dp=4, shard=2, tp=2, zero=2), dict(dp=4, shard=2)]
-
-
-@pytest.mark.parametrize("dtype,more,walk", [
-    ("float64", {}, WALK if FULL else WALK[1::2]),
-    ("bfloat16", {}, WALK if FULL else WALK[::2]),
-    ("float64", {}, WALK_OF_SHARDS),
-    ("float64", {"experts": 4}, WALK_WITH_EXPERTS),
-    ("float64", {"arch": "llama", "n_kv_head": 3, "n_hidden": 37, "block_size": 24},
-     WALK_OF_LLAMA),
-    ("float64", {"arch": "llama", "n_kv_head": 6, "n_hidden": 37, "block_size": 24, "untied": True},
-     WALK_OF_LLAMA[::2])],
-    ids=["float64", "bfloat16", "shards", "experts", "llama", "untied"])
-def test_any_layout_reads_any_others_checkpoint_bit_for_bit(
-        corpus, tmp_path, dtype, more, walk):
-    """A walk in random order. Losses of float64: to 1e-10 those of the run that never stopped."""
-    order = np.random.default_rng(0).permutation(len(walk))
-    walk_through(corpus, tmp_path, [walk[i] for i in order], dtype=dtype, **more)
-
-
-def walk_through(corpus, out, walk, dtype="float64", **more):
-    """A step in each layout of a list, with a checkpoint between two steps."""
-    flags = dict(dtype=dtype, out=str(out), n_layer=5, steps=len(walk), **more,
-                 batch_size=12)
-    if dtype == "float64":
-        (want,) = pool(1, _losses, config(corpus, **flags, microbatches=1), len(walk))
-    folder = last = None
-    for i, layout in enumerate(walk):
-        cfg = config(corpus, **flags, **{k: v for k, v in layout.items() if k not in flags})
-        got = pool(check(cfg, 1), _hop, cfg, folder)
-        folder = got[0][3]
-        for which, want_steps in ((0, {i}), (2, {i + 1})):
-            if which == 0 and not i:
-                continue
-            assert set().union(*(rank[which][1] for rank in got)) == want_steps
-        saved = {kind: assemble([rank[2][0][kind] for rank in got]) for kind in got[0][2][0]}
-        assert saved.keys() == {"weights", "exp_avg", "exp_avg_sq",
-                                *(["master"] if dtype == "bfloat16" else [])}
-        if i:
-            for kind, before in last.items():
-                loaded = assemble([rank[0][0][kind] for rank in got])
-                assert loaded.keys() == before.keys()
-                for name, value in before.items():
-                    assert torch.equal(loaded[name], value), (layout, kind, name)
-        last = saved
-        if dtype == "float64":
-            close(got[0][1], want[i], f"loss {layout}")
-
-
-class Averaging(AdamW):
-    """With a state of its own beside the moments: an average of the weights."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.averages = [torch.zeros_like(master) for master in self.masters]
-
-    def step(self, *args):
-        super().step(*args)
-        for average, master in zip(self.averages, self.masters, strict=True):
-            average.lerp_(master, 0.5)
-
-    def named_states(self):
-        return super().named_states() | {"average": self.averages}
-
-
-def _averaging(rank, cfg, folder):
-    with patch.object(train, "AdamW", Averaging):
-        return _hop(rank, cfg, folder)
-
-
-def test_a_state_that_an_optimizer_adds_is_saved_and_loaded_in_any_layout(corpus, tmp_path):
-    folder, saved = None, {}
-    for layout in ({"dp": 2, "tp": 2, "zero": 2}, {"pp": 3}, {"dp": 3, "zero": 3},
-                   {"dp": 2, "zero": 1}):
-        cfg = config(corpus, out=str(tmp_path), microbatches=1, **layout)
-        got = pool(check(cfg, 1), _averaging, cfg, folder)
-        if saved:  # by the layout before
-            loaded = assemble([rank[0][0]["average"] for rank in got])
-            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-        folder = got[0][3]
-        saved = assemble([rank[2][0]["average"] for rank in got])
-        assert all(value.any() for value in saved.values())
-
-
-def _growth(rank, cfg):
-    """Bytes by which this rank's memory peaked above what it held, in save and in load."""
-    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), VOCAB)
-    own = sum(t.nbytes for *_, tensors in checkpoint.slices(trainer) for t in tensors.values())
-    largest = 4 * max(tag.slice_shape.numel() for tag in trainer.reducer.tags)
-
-    def status(key):
-        line = next(x for x in open("/proc/self/status") if x.startswith(key))
-        return 1024 * int(line.split()[1])
-
-    grown = []
-    for fn, arg in ((checkpoint.save, 0), (checkpoint.load, Path(cfg.out, "step-00000000"))):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = status("VmRSS")
-        fn(trainer, arg)
-        grown.append(status("VmHWM") - before)
-    return own, largest, grown
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux measures it")
-@pytest.mark.parametrize("layout", [dict(dp=2, tp=2, zero=3), dict(dp=2, tp=2)], ids=str)
-def test_no_rank_holds_more_than_its_slices_and_one_buffer(corpus, tmp_path, layout):
-    cfg = config(corpus, n_layer=8, n_embd=384, dtype="float32", out=str(tmp_path), **layout)
-    for own, largest, grown in pool(check(cfg, 1), _growth, cfg):
-        assert own > 4 * (largest + (8 << 20))  # so that a second copy of the slices would show
-        assert all(peak < largest + (8 << 20) for peak in grown), (own, largest, grown)
-
-
-# ---- a save is whole, or there is none ----
-
-
-def _one_infinite_piece(rank, cfg):
-    """What save() returns where rank 1 has one infinite number, in each tensor of its state."""
-    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), VOCAB)
-    reducer = trainer.reducer
-    held = next(i for i, weights in enumerate(reducer.weights) if weights.numel())
-    states = [reducer.weights, *trainer.optimizer.named_states().values()]
-    returned = []
-    for values in [state[held].view(-1) for state in states]:
-        kept = values[0].item()
-        if rank == 1:
-            values[0] = math.inf
-        went_on = AssertionError(f"rank {rank} goes on, and would wait for rank 1")
-        with patch.object(checkpoint, "contents_of_files", side_effect=went_on):
-            returned.append(checkpoint.save(trainer, 1))
-        values[0] = kept
-    return returned
-
-
-def test_no_rank_saves_if_one_ranks_shard_is_not_finite(corpus, tmp_path):
-    """Weights, or either moment."""
-    cfg = config(corpus, dp=2, zero=1, microbatches=1, out=str(tmp_path))
-    check(cfg, 1)
-    assert pool(2, _one_infinite_piece, cfg) == [[None] * 3] * 2 and not [
-        path for path in tmp_path.iterdir() if path.name != LOCK]
+# ---- nothing complete is deleted ----
 
 
 def small_trainer(corpus, out):
-    return train.Trainer(config(corpus, n_layer=1, microbatches=1, out=str(out)), Mesh(dp=1), VOCAB)
+    """A Trainer of this process alone."""
+    return make_trainer(config([], corpus, out=str(out), n_layer=1), Mesh())[0]
 
 
-def test_a_save_that_fails_between_its_two_renames_leaves_the_checkpoint_before(
-        corpus, tmp_path, monkeypatch):
-    """The same step a second time, in a run that went back: the older one still counts."""
+def names(out):
+    return sorted(path.name for path in out.glob("step-*"))
+
+
+def contents(folder):
+    """{path: bytes} of all files below a folder."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_newest_is_the_one_written_last_and_a_step_written_again_is_kept(corpus, tmp_path):
     trainer = small_trainer(corpus, tmp_path)
-    checkpoint.save(trainer, 3)
-
-    def fail_at_the_second(source, target, rename=os.rename):
-        if Path(source).name == "step-00000003.tmp":
-            raise OSError(5, "Input/output error", str(source))
-        rename(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", fail_at_the_second)
-        with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
-            checkpoint.save(trainer, 3)
-    assert checkpoint.load(trainer, checkpoint.find(tmp_path)) == 3
-    assert checkpoint.save(trainer, 3) == checkpoint.newest(tmp_path)
-    checkpoint.prune(tmp_path)
-    assert [path.name for path in tmp_path.glob("step*")] == ["step-00000003"]
+    third = checkpoint.save(trainer, 3)
+    before = contents(third)
+    checkpoint.save(trainer, 2)  # the run went back
+    assert checkpoint.find(tmp_path).name == "step-00000002"
+    for again in (1, 2):
+        assert checkpoint.save(trainer, 3) == third == checkpoint.find(tmp_path)
+        assert (tmp_path / f"step-00000003.old-{again}" / MANIFEST).exists()
+    assert contents(tmp_path / "step-00000003.old-1") == {
+        tmp_path / "step-00000003.old-1" / path.name: content for path, content in before.items()}
+    assert len(checkpoint.complete(tmp_path)) == len(names(tmp_path)) == 4
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(corpus, tmp_path, monkeypatch):
-    """Its files and their names before the rename, its own name before older ones are deleted."""
-    trainer, done = small_trainer(corpus, tmp_path), []
-    for owner, name in ((checkpoint, "sync"), (os, "rename"), (checkpoint, "prune")):
-        usual = getattr(owner, name)
-
-        def noted(path, *more, name=name, usual=usual):
-            done.append((name, Path(path).name))
-            return usual(path, *more)
-
-        monkeypatch.setattr(owner, name, noted)
-    folder, out = "step-00000002.tmp", tmp_path.name
-    checkpoint.save(trainer, 2)
-    files = (checkpoint.MANIFEST, checkpoint.MODEL, checkpoint.OPTIMIZER)
-    assert done[0] == ("prune", out) and done[4:] == [
-        ("sync", folder), ("rename", folder), ("sync", out), ("prune", out)]
-    assert sorted(done[1:4]) == [("sync", file) for file in sorted(files)]
-
-
-def test_a_file_that_is_cut_off_after_its_check_is_named(corpus, tmp_path, monkeypatch):
+def test_a_save_removes_what_an_interrupted_one_has_left_and_nothing_else(
+        corpus, tmp_path, capsys):
+    """A .tmp folder without a manifest is removed. One that only lacks its last name counts. What
+    has no manifest, or a link to nothing, is named and stays."""
     trainer = small_trainer(corpus, tmp_path)
-    folder = checkpoint.save(trainer, 1)
-    path = folder / checkpoint.OPTIMIZER
-
-    def cut_off(entry, want):
-        os.truncate(path, path.stat().st_size - 8) if entry.path == path else None
-
-    monkeypatch.setattr(checkpoint, "checksum", cut_off)
-    with pytest.raises(checkpoint.CheckpointError, match=f"^{path}, .*: the file ends early$"):
-        checkpoint.load(trainer, folder)
-
-
-@pytest.mark.parametrize("changes", [{"data": None}, {"model": {"n_head": 3}}, {"scale": 0.0},
-                                     {"scale": math.inf}, {"step": -1},
-                                     {"model": asdict(LlamaConfig(VOCAB, n_embd=24, n_head=8,
-                                                                  n_kv_head=8))}], ids=str)
-def test_a_forged_value_of_a_sealed_manifest_is_damage(trained, tmp_path, changes):
-    """A width of 8 has no 3 heads; a loss is divided by its scale; rotary positions turn pairs, and
-    heads of 3 numbers have none."""
-    path = Path(shutil.copy(trained / "step-00000004" / checkpoint.MANIFEST, tmp_path))
-    manifest = json.loads(path.read_text())
-    assert checkpoint.read_manifest(tmp_path) == manifest
-    for name, value in changes.items():
-        manifest[name] = manifest[name] | value if type(value) is dict else value
-    path.write_text(json.dumps({**manifest, "seal": checkpoint.seal(manifest)}))
-    says = r"damaged \(its .*\); take another checkpoint"
-    with pytest.raises(checkpoint.CheckpointError, match=says):
-        checkpoint.read_manifest(tmp_path)
+    whole = checkpoint.save(trainer, 1)
+    for name in ("step-00000002", "step-00000003", "step-00000004.tmp", "step-00000005.tmp",
+                 "step-00000006.tmp"):
+        shutil.copytree(whole, tmp_path / name)
+        if name != "step-00000006.tmp":
+            (tmp_path / name / MANIFEST).unlink()
+    for name in ("step-00000003", "step-00000005.tmp"):
+        (tmp_path / name / MANIFEST).symlink_to("/nowhere")
+    checkpoint.save(trainer, 7)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003",
+                               "step-00000005.tmp.old-1", "step-00000006.tmp.old-1",
+                               "step-00000007"]
+    capsys.readouterr()
+    found = [folder.name for _, folder in checkpoint.complete(tmp_path)]
+    assert found == ["step-00000001", "step-00000006.tmp.old-1", "step-00000007"]
+    said = capsys.readouterr().err
+    for folder in ("step-00000002", "step-00000003", "step-00000005.tmp.old-1"):
+        path = tmp_path / folder
+        assert f"{path} skipped: {path}/{MANIFEST}: No such file or directory\n" in said
+    assert said.count("\n") == 3
 
 
-def test_each_run_marks_its_folder_with_other_bytes(tmp_path):
-    """By them ranks know that they share --out. Old marks are no longer there."""
-    marks = []
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        lock = tmp_path / name / ".lock"
-        lock.write_bytes(b"the mark of an earlier run")
-        checkpoint.claim(lock.parent, 0)
-        marks.append(lock.read_bytes())
-    assert [len(mark) for mark in marks] == [8, 8] and marks[0] != marks[1]
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(corpus, tmp_path):
+    done = []
+    sync, rename = checkpoint.sync, os.rename
+    with (patch.object(checkpoint, "sync", lambda path: [done.append(Path(path).name), sync(path)]),
+          patch.object(os, "rename", lambda *names: [done.append("rename"), rename(*names)])):
+        checkpoint.save(small_trainer(corpus, tmp_path), 2)
+    *files, folder, renamed, out = done
+    assert sorted(files) == [MANIFEST, MODEL, OPTIMIZER]
+    assert (folder, renamed, out) == ("step-00000002.tmp", "rename", tmp_path.name)
+
+
+# ---- what is saved, and where ----
+
+
+def save_with_an_infinite_number(rank, cfg):
+    """What save() returns where rank 1 has one infinite number: in its weights, in each state."""
+    trainer, _ = make_trainer(cfg)
+    held = next(i for i, weights in enumerate(trainer.reducer.weights) if weights.numel())
+    returned = []
+    for values in (trainer.reducer.weights, *trainer.optimizer.named_states().values()):
+        own = values[held].view(-1)
+        kept = own[0].item()
+        own[0] = math.inf if rank == 1 else kept
+        returned.append(checkpoint.save(trainer, 1))
+        own[0] = kept
+    return returned
+
+
+def test_no_rank_saves_if_one_ranks_piece_is_not_finite(corpus, tmp_path):
+    cfg = config(["--dp", "2", "--zero", "1"], corpus, out=str(tmp_path))
+    assert ranks(2, save_with_an_infinite_number, cfg) == [[None] * 3] * 2
+    assert not [*tmp_path.iterdir()]
+
+
+def train_and_spoil(rank, cfg, value):
+    """Train, and after step 3 put `value` into a weight of rank 1. Returns (did the run end well?,
+    its lines)."""
+    step, lines = train.Trainer.step, []
+
+    def spoiled(trainer, *args):
+        numbers = step(trainer, *args)
+        [*trainer.reducer.whole()]  # ZeRO: the new weights have arrived
+        if trainer.optimizer.num_steps == 3 and rank == 1:
+            held = next(weights for weights in trainer.reducer.weights if weights.numel())
+            held.view(-1)[0] = value
+        return numbers
+
+    with (patch.object(train.Trainer, "step", spoiled), patch("run.launch.on_stop"),
+          patch("run.log.say", lambda line, stream=None: lines.append(line))):
+        log = train.train(cfg, train.make_mesh(cfg, cfg.device), 0)
+    return log.ended_well, lines
+
+
+def test_a_nan_in_a_weight_is_not_saved_and_the_last_good_checkpoint_is_named(corpus, tmp_path):
+    cfg = config(["--dp", "2", "--steps", "4", "--save-interval", "1"], corpus, out=str(tmp_path))
+    (well, lines), (other, _) = ranks(2, train_and_spoil, cfg, math.nan)
+    assert not well and not other and names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert "step      3  saved nothing: weights are not finite" in lines
+    assert f"last good checkpoint: {tmp_path}/step-00000002; a lower --lr may help" in lines[-1]
+
+
+@pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 2", "--tp 2"])
+def test_replicas_that_differ_are_noticed_at_the_end(corpus, tmp_path, words):
+    cfg = config(words.split(), corpus, out=str(tmp_path))
+    (well, lines), (other, _) = ranks(2, train_and_spoil, cfg, 5.0)
+    assert not well and not other and lines[-1].endswith("replicas DISAGREE")
+
+
+def test_one_run_at_a_time_writes_to_a_folder(corpus, tmp_path):
+    """The file .lock may be another program's: nothing is written into it."""
+    (tmp_path / ".lock").write_text("of another program")
+    checkpoint.lock(tmp_path)  # until this process ends
+    run = Run(2, flags(corpus, tmp_path, dp=2), tmp_path)
+    assert run.wait() == [2, 2]
+    assert run.read() == (f"train.py: --out {tmp_path}: another run writes there; name another "
+                          "folder\n")
+    assert (tmp_path / ".lock").read_text() == "of another program"
+
+
+def begin_with_data_of_my_own(rank, cfg):
+    data = SimpleNamespace(fingerprint=lambda: f"{rank}")
+    with pytest.raises(CheckpointError, match="^rank 1 has other flags or data than rank 0$"):
+        checkpoint.begin(cfg, data, train.make_mesh(cfg, cfg.device).world)
+
+
+def test_ranks_whose_flags_or_data_differ_are_refused(corpus, tmp_path):
+    ranks(2, begin_with_data_of_my_own, config(["--dp", "2"], corpus, out=str(tmp_path / "data")))
+    argv = [flags(corpus, tmp_path / "flags", dp=2, lr=lr) for lr in (0.1, 0.2)]
+    run = Run(2, argv, tmp_path)
+    assert run.wait() == [2, 2]
+    assert run.read() == "train.py: rank 1 has other flags or data than rank 0\n"
 
 
 # ---- damage ----
 
-HEADERS = {  # what becomes of the header's text
-    "a dtype that is a list": lambda text: text.replace('"F64"', "[1]", 1),
-    "a float offset": lambda text: re.sub(r"\[(\d+), (\d+)\]}", r"[\1.5, \2]}", text, count=1),
-    "an overlap": lambda text: re.sub(r"\[(\d+), (\d+)\]}}$", r"[0, \2]}}", text.rstrip()),
-    "an offset into the header": lambda text: text.replace("[0, ", "[-8, ", 1),
-    "a name twice": lambda text: text.rstrip()[:-1] + ', "lm_head.weight": {}}',
-    "a header that is deep": lambda text: "[" * 100_000}
+
+def cut_off(path):
+    os.truncate(path, path.stat().st_size - 100)
 
 
-MANIFESTS = {  # what is put into a manifest, and what is said about it
-    "forged step": ({"step": "4"}, "its step is '4', not a whole number from 0 to 9,007,199,254"),
-    "forged depth": ({"model": {"n_layer": "two"}}, "its n_layer is 'two', not a whole number"),
-    "forged heads": ({"model": {"n_head": 0}}, "its n_head is 0, not a whole number from 1 to"),
-    "forged name": ({"model": {"n_heads": 2}}, "GPTConfig.__init__() got an unexpected keyword"),
-    "forged size": ({"model": {"n_embd": 2**60}}, "its n_embd is 1152921504606846976, not a"),
-    "forged scale": ({"scale": None}, "its scale is None, not a number above 0, below 2^128"),
-    "forged infinity": ({"scale": 10**400}, "its scale is 1000000"),
-    "forged number": ({"number": 2**63 - 1}, "its number is 9223372036854775807, not a whole"),
-    "forged checksums": ({"checksums": [1]}, "its checksums is [1], not an object"),
-    "forged checksum files": ({"checksums": {}}, "it has no model.safetensors"),
-    "forged kept": ({"kept": {"eos_token_id": {"a": 1}}}, "its eos_token_id is {'a': 1}, not a")}
+def header(change):
+    """A function that changes the header of a folder's model.safetensors."""
+    def rewrite(folder):
+        raw = (folder / MODEL).read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        values = json.loads(raw[8:end])
+        change(values)
+        text = json.dumps(values).encode()
+        (folder / MODEL).write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+    return rewrite
 
 
-def spoil(folder, how):
-    model, optimizer = folder / checkpoint.MODEL, folder / checkpoint.OPTIMIZER
-    manifest = folder / checkpoint.MANIFEST
-    if how == "truncated":
-        os.truncate(optimizer, optimizer.stat().st_size - 100)
-    elif how == "gone":
-        model.unlink()
-    elif how == "a tensor missing":
-        rewrite(model, lambda tensors: tensors.pop("transformer.ln_f.weight"))
-    elif how == "wrong shape":
-        rewrite(model, lambda tensors: tensors.update({
-            "transformer.wpe.weight": ((4, 16), tensors["transformer.wpe.weight"][1])}))
-    elif how in MANIFESTS:  # with a right seal
-        changed = json.loads(manifest.read_text())
-        for name, value in MANIFESTS[how][0].items():
-            changed[name] = changed[name] | value if name == "model" else value
-        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
-    elif how == "forged sums":  # with a right seal
-        changed = json.loads(manifest.read_text())
-        changed["checksums"][checkpoint.MODEL] = {}
-        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
-    elif how == "deep":
-        manifest.write_text("[" * 100_000)
-    elif how in HEADERS:
-        raw = model.read_bytes()
-        length = int.from_bytes(raw[:8], "little")
-        text = HEADERS[how](raw[8 : 8 + length].decode()).encode()
-        model.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
-    elif how == "another model":
-        changed = json.loads(manifest.read_text())
-        changed["model"]["n_layer"] = 3
-        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
-    else:  # a bit flipped, in that file, so many bytes from its start or end
-        path, at = {"manifest": (manifest, 30), "header": (model, 40), "data": (optimizer, -1),
-                    "weights": (model, -VOCAB * 64 - 1)}[how]
-        raw = bytearray(path.read_bytes())
-        raw[at] ^= 1
-        path.write_bytes(raw)
+def manifest(**values):
+    """A function that puts these values into a folder's manifest."""
+    def rewrite(folder):
+        found = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(found | values))
+    return rewrite
 
 
-DAMAGE = [
-    ("truncated", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off"),
-    ("data", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg_sq: damaged, the check"),
-    ("weights", "model.safetensors, tensor transformer.ln_f.bias: damaged, the check"),
-    ("header", "model.safetensors: not a safetensors file, or its header is damaged"),
-    ("manifest", "manifest.json: damaged ("),
-    ("gone", "model.safetensors: No such file or directory"),
-    ("a tensor missing", "model.safetensors, tensor transformer.ln_f.weight: missing"),
-    ("wrong shape", "model.safetensors, tensor transformer.wpe.weight: "),
-    ("another model", ": its n_layer is 3, this run's is 2"),
-    ("forged sums", "model.safetensors, tensor transformer.wte.weight: damaged, the checksum"),
-    ("deep", "manifest.json: damaged (nested too deep); take another checkpoint"),
-    *((how, f"manifest.json: damaged ({says}") for how, (_, says) in MANIFESTS.items()),
-    *((how, "model.safetensors: not a safetensors file, or its header is damaged")
-      for how in HEADERS),
-]
+WPE, NORM = "transformer.wpe.weight", "transformer.ln_f.weight"
+NO_HEADER = "model.safetensors: not a safetensors file, or its header is damaged"
+DAMAGE = {  # what is done to the folder, the flags of the run that resumes, what the line says
+    "cut off": (lambda folder: cut_off(folder / OPTIMIZER), {},
+                "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off at the end"),
+    "empty": (lambda folder: os.truncate(folder / MODEL, 0), {}, NO_HEADER),
+    "a list": (lambda folder: (folder / MODEL).write_bytes(b"\2" + bytes(7) + b"[]"), {},
+               NO_HEADER),
+    "no file": (lambda folder: (folder / MODEL).unlink(), {}, "model.safetensors: No such file or"),
+    "a tensor missing": (header(lambda values: values.pop(NORM)), {}, f"tensor {NORM}: missing"),
+    "shape": (header(lambda values: values[WPE].update(shape=[4, 16])), {},
+              f"model.safetensors, tensor {WPE}: F64 [4, 16], not F64 [8, 8]"),
+    "overlap": (header(lambda values: values[WPE].update(data_offsets=[0, 512])), {},
+                "model.safetensors, tensor transformer.wte.weight: overlaps another one"),
+    "no JSON": (lambda folder: (folder / MANIFEST).write_text("{"), {}, "manifest.json: not JSON"),
+    "no step": (manifest(step="4"), {}, "manifest.json: damaged: it has no step, or no model"),
+    "no scale": (manifest(scale=None), {}, "manifest.json: damaged: its scale is None"),
+    "field": (manifest(model={"heads": 2}), {}, "manifest.json: damaged: GPTConfig.__init__() got"),
+    "dtype": (lambda folder: None, {"dtype": "float32"},
+              "model.safetensors, tensor transformer.wte.weight: F64 [67, 8], not F32 [67, 8]"),
+    "another model": (lambda folder: None, {"n_layer": 3}, ": its n_layer is 2, this run's is 3"),
+    "a Llama": (lambda folder: None, {"arch": "llama"}, ": its arch is gpt2, this run's is llama"),
+    "past": (lambda folder: None, {"steps": 3}, "step-00000004: is at step 4, past --steps 3")}
 
 
-@pytest.mark.parametrize("how,says", DAMAGE)
-def test_damage_is_one_line_that_names_file_and_tensor(corpus, trained, tmp_path, how, says):
-    out = shutil.copytree(trained, tmp_path / "out")
-    last = out / "step-00000004"
-    spoil(last, how)
-    before = contents(out)
-    run = Run(2, flags(corpus, out, dp=2, steps=6, resume=last), tmp_path)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_one_line_that_names_file_and_tensor(corpus, trained, tmp_path, how):
+    spoil, more, says = DAMAGE[how]
+    last = shutil.copytree(trained / "step-00000004", tmp_path / "step-00000004")
+    spoil(last)
+    before = contents(last)
+    argv = flags(corpus, tmp_path / "out", **{"dp": 2, "steps": 6, "resume": last, **more})
+    run = Run(2, argv, tmp_path)
     assert run.wait() == [2, 2] and says in run.read(), run.read()
-    assert run.read().count("\n") == 1 and contents(out) == before
+    assert run.read().count("\n") == 1 and str(last) in run.read()
+    assert contents(last) == before and not names(tmp_path / "out")
 
 
-@pytest.mark.parametrize("how,says", [row for row in DAMAGE if "optimizer" not in row[1]])
-def test_damaged_weights_are_one_line_also_where_a_run_starts_and_in_sample(
-        corpus, trained, tmp_path, how, says, capsys, monkeypatch):
+def test_resume_auto_goes_on_from_the_last_whole_checkpoint(corpus, trained, tmp_path):
+    """The damaged one is named, and stays where it is."""
     out = shutil.copytree(trained, tmp_path / "out")
-    last = out / "step-00000004"
-    spoil(last, how)
-    before = contents(out)
-    argv = flags(corpus, tmp_path / "new", init_from=last / checkpoint.MODEL)
-    error = one_line(train.main, ["train.py", *argv], capsys, monkeypatch)
-    assert error.startswith("train.py: ") and says in error, error
-    error = one_line(sample.main, ["sample.py", "--out", last], capsys, monkeypatch)
-    says = "h.2.ln_1.weight: missing" if how == "another model" else says
-    assert error.startswith("sample.py: ") and says in error, error
-    assert contents(out) == before and not contents(tmp_path / "new")
+    cut_off(out / "step-00000004" / OPTIMIZER)
+    run = Run(2, flags(corpus, out, dp=2, steps=5, resume="auto"), tmp_path)
+    assert run.wait() == [0, 0] and f"resumed from {out}/step-00000002" in run.read("stdout")
+    assert run.read().startswith(f"{out}/step-00000004 skipped: ") and run.read().count("\n") == 1
+    assert names(out) == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_log_that_a_crash_has_left_goes_on_after_its_last_whole_line(corpus, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / "out")
+    path = out / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n[1]\n{"step": "x"}\n\xff\xfe\n{"step": 4}\n{"step": 3')
+    run = Run(1, flags(corpus, out, steps=6, resume="auto"), tmp_path)
+    assert run.wait() == [0], run.read()
+    assert [record["step"] for record in records(out)] == [0, 4, 5]

@@ -1,257 +1,373 @@
-"""Commands: bad flags and bad environments are one line and exit code 2."""
+"""Commands: a wrong flag is one line with its fix, before torch is imported; what a run says of
+itself is true, line by line and message by message."""
 
 import json
 import math
 import re
-import socket
-import sys
-import tempfile
+import shlex
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
-import torch
 
+import sample
 import train
-from collectives import naming
-from run import processes, signals
-from run.config import check
-from run.launch import start
-from run.processes import out_of_memory
-from sizes import peak_flops
-from tests.harness import HERE, config
-from tests.runs import Run, command, flags, one_line
+from data import prepare
+from mesh import Mesh
+from pipeline import Pipeline
+from run import weights
+from run.flags import check_device, check_layout, parse, read_flags
+from run.log import METRICS, Log, axis_of, open_metrics, story, watched
+from tests.harness import HERE, command, config, make_trainer, ranks, records, refused
 
+# ---- flags ----
 
-@pytest.mark.parametrize("flags,says", [
+REFUSED = [  # words -> what the line says; where it says "try N", N has to be accepted
+    ("--stepz 3", "unrecognized arguments: --stepz 3; --help lists the flags"),
+    ("--step 3", "unrecognized arguments: --step 3"),
+    ("--steps many", "argument --steps: invalid int value: 'many'"),
+    ("--schedule wave", "argument --schedule: invalid choice: 'wave'"),
+    ("--zero 4", "argument --zero: invalid choice: 4"),
+    ("--cp 0", "--cp 0 must be at least 1, and below 2^63"),
+    ("--steps -1", "--steps -1 must be at least 0, and below 2^63"),
+    ("--seed 9223372036854775808", "--seed 9223372036854775808 must be at least 0, and below 2^63"),
+    *((f"--lr {value}", f"--lr {value} must be at least 0") for value in ("nan", "inf", "-1.0")),
     ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
-    ("--pp 7", "--pp 7 x --chunks 1 must be at most --n-layer + 2 = 6"),
-    ("--dp 3", "--dp 3 must divide --batch-size 32"),
-    ("--microbatches 5", "must divide --batch-size 32"),
-    ("--schedule wave", "invalid choice: 'wave'"),
-    ("--block-size 9999", "--block-size 9999 is longer than"),
-    ("--out /proc/nowhere", "cannot be written"),
-    ("--device cuda", "--device cuda"),
-    *((f"--lr {value}", f"--lr {value} must be from 0 to 1e+308")
-      for value in ("nan", "inf", "-1.0")),
     ("--n-embd 130", "--n-head 4 must divide --n-embd 130; try 1 or 2 or 5 or 10"),
-    ("--n-embd 100000000", "--n-embd 100000000 must be from 1 to 1,000,000"),
-    ("--n-layer 1000000000", "must be from 1 to 1,000,000"),
-    ("--batch-size 1000000000", "must be from 1 to 1,000,000"),
-    ("--stepz 3", "unrecognized arguments"),
-    ("--steps many", "invalid int value"),
-    ("--schedule interleaved --pp 2 --microbatches 1", "1 must be a multiple of --pp 2"),
-    ("--cp 3", "--block-size 8 must be a multiple of 6, for --cp 3, --tp 1, --sp False; try "
-               "12"),
-    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --cp 1, --tp "
-                                   "4, --sp True; try 8"),
-    ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for --cp 2, --tp 4, "
-                                           "--sp True; try 16"),
-    ("--cp 4 --tp 2 --cp-attention all-to-all", "--tp 2 x --cp 4 must divide --n-head 4; "
-     "try 1 or 2 or 4"),
-    ("--cp 0", "--cp 0 must be from 1 to 1,000,000"),
-    ("--ep 2 --dp 2", "--ep 2 is for --experts"),
-    ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1; try 1"),
-    ("--ep 4 --dp 4 --shard 2 --experts 4", "--ep 4 must divide --shard 2; try 1 or 2"),
+    ("--tp 2 --cp 4 --cp-attention all-to-all", "--tp 2 x --cp 4 must divide --n-head 4; try 1 or"),
+    ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama, qwen2, qwen3"),
+    ("--arch llama --n-kv-head 3", "--n-kv-head 3 must divide --n-head 4; try 1 or 2 or 4"),
+    ("--arch llama --n-kv-head 2 --tp 4", "--tp 4 must divide --n-kv-head 2; try 1 or 2"),
+    ("--arch qwen3 --n-embd 12", "--n-embd 12 / --n-head 4: heads of 3 numbers, but rotary"),
+    ("--cp 3", "--block-size 128 must be a multiple of 6, for --cp 3 x --tp 1; try 132"),
+    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for"),
+    ("--dp 3", "--dp 3 x --microbatches 1 must divide --batch-size 32; try 1 or 2 or 4 or 8"),
+    ("--microbatches 5", "--dp 1 x --microbatches 5 must divide --batch-size 32; try 1 or 2"),
     ("--dp 4 --shard 3", "--shard 3 must divide --dp 4; try 1 or 2 or 4"),
-    ("--shard 1000000000", "--shard 1000000000 must be from 0 to 1,000,000"),
-    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2, --tp 1; "
-                                  "try 6"),
+    ("--ep 3 --dp 4 --experts 12", "--ep 3 must divide --dp 4; try 1 or 2 or 4"),
+    ("--ep 4 --dp 4 --shard 2 --experts 4", "--ep 4 must divide --shard 2; try 1 or 2"),
+    ("--ep 2 --dp 2", "--ep 2 is for --experts; say how many"),
+    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2 x --tp 1; try"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
-    ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
-    (f"--resume {'x' * 5000}", "File name too long"),
-])
-def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, capsys, monkeypatch):
-    if flags == "--device cuda" and torch.cuda.is_available():
-        flags += " --dp 32"
-    base = f"train.py --device cpu --block-size 8 --data {corpus} --out {tmp_path}/out {flags}"
-    monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
-    assert says in one_line(train.main, base.split(), capsys, monkeypatch)
+    ("--experts 8 --top-k 7", "--top-k 7 must divide 512, the hidden units of an MLP; try 1, 2"),
+    ("--pp 7", "--pp 7 x --schedule 1f1b: 7 stages must be at most --n-layer + 2 = 6"),
+    ("--pp 4 --schedule interleaved", "--pp 4 x --schedule interleaved: 8 stages must be at most"),
+    ("--schedule interleaved --pp 2 --microbatches 1", "--microbatches 1 must be a multiple of 2"),
+    ("--watch", "--watch all: one rank sends no messages; try --tp 2"),
+    ("--dp 2 --tp 2 --watch 9", "--watch 9 must be a rank, 0 to 3, or an axis of several"),
+    ("--dp 2 --watch tp", "--watch tp must be a rank, 0 to 1, or an axis of several ranks: dp"),
+    ("--local-rank=0", "start the ranks by torchrun, which sets LOCAL_RANK, not --local-rank")]
 
 
-TWO_RANKS = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+def one_line(main, words, capsys, monkeypatch):
+    """The one line with which a function refuses this command line, with exit code 2."""
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("words,says", REFUSED)
+def test_a_wrong_flag_is_one_line_whose_fix_is_accepted(words, says, capsys, monkeypatch):
+    line = one_line(lambda: read_flags("", 1), ["train.py", *words.split()], capsys, monkeypatch)
+    assert line.startswith(f"train.py: {says}"), line
+    reason, _, fixes = line.partition("; try ")
+    if fixes.startswith("--"):
+        check_layout(parse([*words.split(), *fixes.split()]), 1)
+        return
+    # The flags whose product has to divide: the first gets the number, the others 1
+    first, *others = re.findall(r"(--\S+) \d+", reason.partition(" must ")[0]) or [None]
+    ones = [word for other in others for word in (other, "1")]
+    for number in re.findall(r"\d+", fixes):
+        check_layout(parse([*words.split(), first, number, *ones]), 1)
+
+
+@pytest.mark.parametrize("words,world,want", [
+    ("", 1, (1, 1)), ("--pp 2", 1, (1, 4)), ("--tp 2 --pp 2", 8, (2, 4)), ("--cp 2", 8, (4, 1)),
+    ("--pp 2 --batch-size 6", 1, (1, 3)), ("--dp 4 --pp 3", 12, (4, 4)),
+    ("--pp 3 --schedule interleaved --batch-size 36", 3, (1, 6)),
+    ("--ep 2 --experts 4", 1, (2, 1))])
+def test_data_ranks_and_microbatches_that_are_left_out_are_chosen(words, world, want):
+    """Data ranks: all that the model leaves. Microbatches: the most that divide a data rank's
+    sequences, up to 2 P; for interleaved, of the multiples of P."""
+    cfg = parse(words.split())
+    check_layout(cfg, world)
+    assert (cfg.dp, cfg.microbatches) == want
+
+
+def test_the_device_is_refused_where_gpus_or_kernels_are_missing():
+    def device(words, gpus=8):
+        cfg = parse(words.split())
+        check_device(cfg, check_layout(cfg, 1), gpus)
+        return cfg.device, cfg.collectives
+
+    assert device("--dp 2", gpus=2) == ("cuda", "native")
+    assert device("--dp 2", gpus=1) == ("cpu", "ring")
+    for words, says in (("--dp 9 --batch-size 9 --device cuda", "9 processes here but 8 GPUs"),
+                        ("--tp 2 --watch", "--watch all does not see .* add --collectives ring"),
+                        ("--cp 2 --dtype float64", "--cp 2 x --dtype float64: .* heads of 32 such"),
+                        ("--cp 2 --dtype bfloat16 --n-embd 16", "no heads of 4 such numbers")):
+        with pytest.raises(ValueError, match=says):
+            device(words)
+    assert device("--tp 2 --watch --collectives ring")[0] == "cuda"
+    assert device("--cp 2 --dtype float64 --cp-attention all-to-all")[0] == "cuda"
+
+
+@pytest.fixture
+def no_torch(tmp_path):
+    """An environment in which `import torch` ends the process."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_help_fits_a_screen_and_waits_for_no_torch(no_torch):
+    done = command("train.py", "--help", env=no_torch)
+    assert done.returncode == 0 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 70 and max(map(len, lines)) <= 110
+    assert len([line for line in lines if line.startswith("  --")]) <= 40
+    assert command("sample.py", "--help", env=no_torch).returncode == 0
+
+
+@pytest.mark.parametrize("words,says", [
+    ("train.py --tp 3", "train.py: --tp 3 must divide --n-head 4"),
+    ("train.py --tp 2 --dp 2 --zero 9", "train.py: argument --zero: invalid choice: 9"),
+    ("sample.py --tp 64", "sample.py: unrecognized arguments: --tp 64"),
+    ("sample.py --device xyz", "sample.py: argument --device: invalid choice: 'xyz'"),
+    ("sample.py --samples 0", "sample.py: --samples 0 must be from 1 to 1000"),
+    ("sample.py --temperature nan", "sample.py: --temperature nan must be from 0 to 1e+308"),
+    ("sample.py --seed -1", "sample.py: --seed -1 must be at least 0, and below 2^63"),
+    ("-m run.weights --bogus", "weights.py: the following arguments are required: --to"),
+    ("data/prepare.py --bogus", "prepare.py: unrecognized arguments: --bogus")])
+def test_a_wrong_flag_of_any_command_waits_for_no_torch(words, says, no_torch):
+    assert refused(*words.split(), env=no_torch).startswith(says)
+
+
+def test_only_the_first_rank_of_a_machine_says_what_is_wrong():
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = [command("train.py", "--dp", 3, env={**env, "RANK": rank, "LOCAL_RANK": rank})
+            for rank in "01"]
+    assert [run.returncode for run in done] == [2, 2] and done[1].stderr == ""
+    assert "= 3 does not match the 2 processes" in done[0].stderr
+    assert "WORLD_SIZE=x in the environment is not a number; unset" in refused(
+        "train.py", env={"WORLD_SIZE": "x"})
+
+
+def test_what_sample_cannot_read_is_one_line(trained, tmp_path, capsys, monkeypatch):
+    for words, says in (
+            (["--out", "nowhere"], "nowhere: no complete checkpoint there"),
+            (["--out", trained, "--data", tmp_path], f"{tmp_path}: no prepared data there; python "
+             f"data/prepare.py SOURCE --out {tmp_path} writes this folder")):
+        argv = ["sample.py", *map(str, words)]
+        assert one_line(sample.main, argv, capsys, monkeypatch) == f"sample.py: {says}\n"
+
+
+class Parsed(Exception):
+    """A command line was accepted."""
+
+
+def commands_of_the_readme():
+    lines = re.findall(r"^    (?:pip .* && )?(python \S+ .*|torchrun .*)$",
+                       (HERE / "README.md").read_text(), re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_the_commands_of_the_readme_parse(monkeypatch):
+    mains = {"sample.py": sample.main, "data/prepare.py": prepare.main, "run.weights": weights.main}
+    seen = Counter()
+    for words in commands_of_the_readme():
+        program, *words = words[1:] if words[0] == "-m" else words
+        seen[program] += 1
+        if program == "train.py":
+            check_layout(parse(words), 1)
+        elif program in mains:
+            monkeypatch.setattr("sys.argv", [program, *words])
+            known = "argparse.ArgumentParser.parse_known_args"
+
+            def stop(parser, *args, real=prepare.argparse.ArgumentParser.parse_known_args):
+                _, unknown = real(parser, *args)
+                assert not unknown
+                raise Parsed
+
+            with patch(known, stop), pytest.raises(Parsed):
+                mains[program]()
+        else:
+            assert (HERE / program).exists() or find_spec(program), program
+    assert seen["train.py"] >= 3 and seen["data/prepare.py"] and seen["sample.py"]
+
+
+# ---- the log ----
+
+
+def train_here(cfg):
+    """Train in this process alone. Returns the Log."""
+    with patch("run.launch.on_stop"):  # which takes Ctrl-C
+        return train.train(cfg, Mesh(), 0)
+
+
+def nan_from(first):
+    """A context in which the loss is nan from that step on."""
+    run, calls = Pipeline.run, Counter()
+
+    def diverging(pipeline, batches, *reducer):
+        calls["step"] += 1
+        return run(pipeline, batches, *reducer) * (math.nan if calls["step"] > first else 1)
+
+    return patch.object(Pipeline, "run", diverging)
+
+
+def late(log, *args, init=Log.__init__):
+    """A Log that believes to be on a GPU."""
+    init(log, *args)
+    log.is_cuda = True
+
+
+def test_the_first_ten_steps_every_twentieth_and_the_last_are_printed(corpus, tmp_path, capsys):
+    train_here(config(["--steps", "45", "--eval-interval", "0"], corpus, out=str(tmp_path)))
+    said = capsys.readouterr().out
+    steps = re.findall(r"^step +(\d+)  loss \d\.\d{4}  norm \d+\.\d{3}  lr \d\.\d\de-\d\d  \d+ ms  "
+                       r"[\d,]+ tokens/s  comm \d+%  \d+ min \d+ s left$", said, re.MULTILINE)
+    assert [*map(int, steps)] == [*range(10), 20, 40, 44]
+    for step, record in enumerate(records(tmp_path)):
+        assert record["step"] == step and 0 <= record["comm"] <= 1
+        assert math.isclose(record["tokens_per_s"] * record["ms"] / 1e3, 36 * 8)
+
+
+def slow_peer(rank, cfg):
+    """Rank 1 begins each step 0.3 s late."""
+    run = Pipeline.run
+
+    def slow(*args):
+        time.sleep(0.3 * rank)
+        return run(*args)
+
+    with patch.object(Pipeline, "run", slow), patch("run.launch.on_stop"):
+        train.train(cfg, train.make_mesh(cfg, cfg.device), 0)
+
+
+@pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 1", "--tp 2"])
+def test_comm_is_the_share_of_a_step_in_which_its_rank_waits(corpus, tmp_path, words):
+    cfg = config([*words.split(), "--eval-interval", "0"], corpus, out=str(tmp_path))
+    ranks(2, slow_peer, cfg)
+    shares = [record["comm"] for record in records(tmp_path)]
+    assert len(shares) == 3 and min(shares) >= 0 and 0.5 < max(shares) <= 1
+
+
+def test_a_gpus_steps_are_read_one_step_late_and_are_the_same(corpus, tmp_path):
+    found = []
+    for out in (tmp_path / "at once", tmp_path / "late"):
+        cfg = config("--steps 7 --eval-interval 3 --save-interval 2".split(), corpus, out=str(out))
+        with patch.object(Log, "__init__", late) if out.name == "late" else nullcontext():
+            assert train_here(cfg).ended_well
+        found.append([{name: value for name, value in record.items()
+                       if name not in ("ms", "tokens_per_s", "comm")} for record in records(out)])
+    assert found[0] == found[1]
+    assert [record["step"] for record in found[0]] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, is_late, capsys):
+    """It validates and saves no more, and names the last good checkpoint."""
+    cfg = config("--steps 50 --save-interval 5".split(), corpus, out=str(tmp_path))
+    with nan_from(3), patch.object(Log, "__init__", late if is_late else Log.__init__):
+        log = train_here(cfg)
+    said = capsys.readouterr()
+    assert log.gave_up and not log.ended_well and "validation" not in said.out
+    assert said.err.endswith(f"up to step {7 + is_late}; last good checkpoint: "
+                             f"{tmp_path}/step-00000005; a lower --lr may help\n")
+    values = [record["loss"] for record in records(tmp_path)]
+    assert values[3:] == [None] * (5 + is_late) and None not in values[:3]
+
+
+def test_a_validation_is_in_bits_per_byte_beside_gzips():
+    written, said = [], []
+    data = SimpleNamespace(meta={"bytes_per_token": 4.0, "gzip_bits_per_byte": 2.0})
+    log = SimpleNamespace(write=lambda **record: written.append(record), say=said.append, data=data)
+    Log.validation(log, 7, 6 * math.log(2), last=True)
+    assert math.isclose(written[0]["val_bits_per_byte"], 1.5)
+    assert said[0].endswith("4.1589 nats per token, 1.5000 bits per byte (gzip -9: 2.0000)")
+
+
+def test_metrics_are_json_without_nan_and_lose_the_lines_to_be_written_again(tmp_path):
+    with open(tmp_path / METRICS, "w") as file:
+        log = SimpleNamespace(metrics=file, writing=nullcontext)
+        for step in (1, 2):
+            Log.write(log, step=step, loss=math.nan, grad_norm=math.inf, lr=0.5)
+    open_metrics(tmp_path / METRICS, 2).close()
+    line = Path(tmp_path, METRICS).read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
+
+
+def test_one_command_trains_and_another_continues_a_text(tmp_path):
+    """... with the losses of one process."""
+    (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
+    done = command("data/prepare.py", tmp_path / "text", "--out", tmp_path / "data", "--tokenizer",
+                   "bytes")
+    assert done.returncode == 0, done.stderr
+    same = ["--data", tmp_path / "data", *"--n-layer 2 --n-embd 24 --block-size 16 --dtype float64 "
+            "--batch-size 4 --steps 4 --device cpu --eval-interval 2".split()]
+    for out, layout in (("four", "--tp 2 --pp 2"), ("one", "")):
+        done = command("train.py", *same, "--out", tmp_path / out, *layout.split())
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert "replicas agree\na sample:\n  | " in done.stdout and "bits per byte" in done.stdout
+    for four, one in zip(records(tmp_path / "four"), records(tmp_path / "one"), strict=True):
+        for name in {"loss", "grad_norm", "lr", "val_loss"} & one.keys():
+            assert math.isclose(four[name], one[name], rel_tol=1e-10), (four, one)
+    done = command("sample.py", "--out", tmp_path / "four", "--prompt", "def é", "--samples", 2,
+                   "--max-tokens", 20)
+    assert done.returncode == 0 and done.stdout.count("def é") == 2, done.stderr
+
+
+# ---- --watch ----
+
+
+def watch_a_step(rank, cfg):
+    """(messages that this rank sent in its first step, {axis: bytes that its groups counted})."""
+    trainer, data = make_trainer(cfg)
+    mesh = trainer.mesh
+    before = {group: group.bytes_sent for group in mesh.groups.values()}
+    with watched(mesh) as sent:
+        trainer.step(data.training(cfg, 0, mesh), 0.01)
+    counted = Counter()
+    for group, nbytes in before.items():
+        counted[axis_of(group, mesh.sizes)] += group.bytes_sent - nbytes
+    return sent, +counted
 
 
 @pytest.mark.parametrize("words", [
-    "train.py --help", "train.py --stepz 3", "train.py --tp 3", "train.py --tp 2 --dp 2 --zero 9",
-    "sample.py --bogus", "-m run.export --bogus", "data/prepare.py --bogus"])
-def test_help_and_wrong_flags_do_not_wait_for_torch(words):
-    run = command("-X", "importtime", *words.split())
-    imported = re.findall(r"^import time:.*\| +(\S+)$", run.stderr, re.MULTILINE)
-    said = [line for line in run.stderr.splitlines() if not line.startswith("import time:")]
-    helped = words.endswith("--help")
-    assert (run.returncode, len(said)) == ((0, 0) if helped else (2, 1)), said
-    assert "argparse" in imported and "torch" not in imported
-
-
-@pytest.mark.parametrize("env,says", [
-    ({"WORLD_SIZE": "2"}, "RANK= in the environment is not a whole number from 0 to 1; unset"),
-    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc in the environment is not a whole number from 1 to"),
-    ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 in"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in"),
-    ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 in"), ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=999"),
-    ({"WORLD_SIZE": "\u0662"}, "WORLD_SIZE=\u0662 in"),  # a digit, but not of ASCII
-    ({**TWO_RANKS, "RANK": "5"}, "RANK=5 in the environment is not a whole number from 0 to 1"),
-    ({**TWO_RANKS, "RANK": "5", "LOCAL_RANK": "5"}, "RANK=5 in"),  # nobody's rank: it speaks
-    ({**TWO_RANKS, "RANK": "-1"}, "RANK=-1 in"),
-    ({**TWO_RANKS, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 in"),
-    ({**TWO_RANKS, "LOCAL_RANK": "abc"}, "LOCAL_RANK=abc in"),
-    *(({**TWO_RANKS, "MASTER_PORT": port}, f"MASTER_PORT={port} in the environment is not a whole "
-       "number from 1 to 65535") for port in ("99999", "abc", "-1", "", "0")),
-    ({**TWO_RANKS, "MASTER_ADDR": ""}, "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
-    ({**TWO_RANKS, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 in"),
-    ({**TWO_RANKS, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 in"),
-    ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT=abc in"),
-    ({"NANOPARALLEL_PARENT": "abc"}, "NANOPARALLEL_PARENT=abc in"),
-    ({"NANOPARALLEL_PARENT": "-5"}, "NANOPARALLEL_PARENT=-5 in"),
-    ({**TWO_RANKS, "NANOPARALLEL_STORE": "file:///a?rank=1&world_size=2"},
-     "NANOPARALLEL_STORE=file:///a?rank=1&world_size=2 in the environment is not the store"),
-    ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": ""}, "--tp 0 must be from 1")],
-    ids=lambda x: str(x)[:60])
-def test_an_environment_that_is_not_torchruns_is_one_line(env, says, capsys, monkeypatch):
-    """... of each process, because none of them is a rank whose first rank could speak."""
-    for name in (*TWO_RANKS, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
-                 "NANOPARALLEL_PARENT", "NANOPARALLEL_STORE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert says in one_line(lambda: start("", ["--tp", "0"]), ["train.py"], capsys, monkeypatch)
-
-
-def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
-    """RANK and WORLD_SIZE alone: a process for each machine, whose errors are to be printed."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert signals.local_rank() == 0
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert signals.local_rank() == 1
-
-
-def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    cfg = config(corpus, dp=2, device="auto")
-    check(cfg, 2)
-    assert cfg.device == "cpu" and "2 processes for 1 GPUs" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--device cuda"):
-        check(config(corpus, dp=2, device="cuda"), 2)
-
-
-def test_a_full_gpu_is_one_line_that_says_what_to_try(corpus, tmp_path, monkeypatch):
-    def full(*args):
-        with naming("rank 0: all_reduce of group dp"):  # which is not to blame
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 "
-                                         "has a total capacity of 79.11 GiB of which ...")
-
-    def end(error, timeout):
-        raise SystemExit(error)
-
-    monkeypatch.setattr(train, "train", full)
-    monkeypatch.setattr(processes, "give_up", end)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 79.1e9)
-    monkeypatch.setattr(sys, "argv", f"train.py --device cpu --data {corpus} --block-size 8 --out "
-                        f"{tmp_path} --batch-size 6".split())
-    says = "rank 0: out of memory on the GPU; peak so far 79.1 GB; try "
-    with pytest.raises(SystemExit, match=f"^{says}--recompute or --microbatches 2$"):
-        train.main()
-    cfg = config(corpus, dp=2, zero=2, batch_size=2, microbatches=1, recompute=True)
-    assert out_of_memory(cfg).endswith("79.1 GB; try --zero 3")
-    cfg.zero = 3
-    assert out_of_memory(cfg).endswith("; try a smaller --batch-size")
-
-
-def test_heads_that_the_rings_gpu_kernels_refuse_are_refused(corpus, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    shape = {"device": "cuda", "cp": 2, "n_head": 4}
-    for dtype, size in (("float64", 8), ("bfloat16", 4), ("float16", 264), ("float32", 6)):
-        with pytest.raises(ValueError, match=f"^--cp 2, --dtype {dtype}: heads have {size} "):
-            check(config(corpus, dtype=dtype, n_embd=4 * size, **shape), 1)
-        check(config(corpus, dtype=dtype, n_embd=4 * size, cp_attention="all-to-all", **shape), 1)
-    for dtype, size in (("bfloat16", 256), ("float16", 8), ("float32", 260)):
-        check(config(corpus, dtype=dtype, n_embd=4 * size, **shape), 1)
-
-
-@pytest.mark.parametrize("gpu,tflops", [
-    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
-    ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312), ("Quadro P400", 0),
-    ("Tesla V100-PCIE-16GB", 112), ("Tesla V100-SXM2-32GB", 125)])
-def test_each_card_has_its_own_peak(gpu, tflops):
-    assert peak_flops(gpu) == 1e12 * tflops
-
-
-def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
-    runs = [command("train.py", "--dp", 3, "--data", corpus, env={
-        "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1"}) for rank in "01"]
-    assert [run.returncode for run in runs] == [2, 2]
-    assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
-
-
-def test_no_folder_for_temporary_files_is_one_line(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
-    argv = ["train.py", *flags(corpus, tmp_path / "out", dp=2)]
-    assert "let TMPDIR name a folder" in one_line(
-        lambda: start("", [str(word) for word in argv[1:]]), argv, capsys, monkeypatch)
-
-
-def test_two_ranks_without_local_rank_train(corpus, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    argv = ["train.py", *flags(corpus, tmp_path / "out", dp=2, steps=2)]
-    with ThreadPoolExecutor(2) as threads:
-        ranks = [threads.submit(command, *argv, env={
-            "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port})
-                 for rank in "01"]
-    assert [rank.result().returncode for rank in ranks] == [0, 0], ranks[0].result().stderr
-
-
-def test_a_safe_path_finds_the_files_all_the_same(corpus, tmp_path):
-    argv = flags(corpus, tmp_path / "out", dp=2, steps=1)
-    for words in (["train.py", *argv], ["sample.py", "--help"]):
-        run = command(HERE / words[0], *words[1:], env={"PYTHONSAFEPATH": "1"}, cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
-
-
-def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
-    """It says at once what it trains: the launcher does not import torch, which takes a second. A
-    rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one."""
-    def argv(name, **more):
-        return flags(corpus, tmp_path / name, **more)
-
-    def train_py(name, **more):
-        """What it prints, and the modules that its processes import (ranks get -X, too)."""
-        run = command("-X", "importtime", "train.py", *argv(name, **more),
-                      env={"TMPDIR": str(tmp_path / "a name with spaces")})
-        assert run.returncode == 0 and run.stdout.endswith("replicas agree\n"), run.stderr
-        return run.stdout, Counter(re.findall(r"\| +(\S+)", run.stderr))
-
-    more = dict(steps=12, eval_interval=6, eval_batches=2)
-    (tmp_path / "a name with spaces").mkdir()
-    with ThreadPoolExecutor(2) as threads:
-        runs = (threads.submit(train_py, "alone", eval_interval=9),
-                threads.submit(train_py, "four", tp=2, pp=2, **more))
-    (_, rank), (said, four_and_launcher) = (run.result() for run in runs)
-    assert four_and_launcher["argparse"] == 5 and four_and_launcher["torch"] == 4
-    assert rank["torch"] == 1 and not rank.keys() & {"torch._dynamo", "sympy"}
-    assert said.startswith("GPT of 2 layers, 8 wide, on 4 ranks: 2 pipeline x 2 tensor; "
-                           "loading torch\n")
-    assert [int(n) for n in re.findall(r"^step +(\d+)  loss", said, re.MULTILINE)] == [
-        *range(10), 11]  # the first ten, and the last
-    assert "validation: " in said and "--" not in said
-
-    one = Run(1, argv("one", **more), tmp_path)
-    assert one.wait() == [0], one.read()
-    logs = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-            for name in ("one/metrics.jsonl", "four/metrics.jsonl")]
-    assert len(logs[0]) == len(logs[1]) == 12 + 2
-    for one, four in zip(*logs, strict=True):
-        assert one.keys() == four.keys()
-        for key in {"loss", "grad_norm", "lr", "val_loss", "val_bits_per_byte"} & one.keys():
-            assert math.isclose(one[key], four[key], rel_tol=1e-10), (key, one, four)
-        if "ms" in one:
-            assert math.isclose(one["tokens_per_s"] * one["ms"] / 1e3, 4 * 8)
+    "--dp 2 --tp 2 --pp 2 --microbatches 3", "--dp 2 --zero 3 --microbatches 2",
+    "--dp 4 --shard 2 --zero 2", "--tp 2 --sp --pp 2 --schedule zb-h1", "--cp 2 --tp 2",
+    "--dp 2 --ep 2 --tp 2 --experts 4"])
+def test_watch_tells_every_message_that_the_groups_count(corpus, words):
+    cfg = config(words.split(), corpus)
+    found = ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, watch_a_step, cfg)
+    sent = [message for messages, _ in found for message in messages]
+    counted = sum((counter for _, counter in found), Counter())
+    told = story(sent, "all").splitlines()
+    lines = [line for line in told if " -> " in line]
+    sums = dict(re.findall(r"^([a-z+]+): (.*)$", "\n".join(told), re.MULTILINE))
+    assert len(lines) == len(sent)
+    assert sums == {axis: f"{sum(message[3] == axis for message in sent):,} messages, {nbytes:,} "
+                          "bytes" for axis, nbytes in counted.items()}
+    # A line names a collective, a file of the repository, and a function or method in the file
+    for what in {message[4] for message in sent}:
+        collective, file, function = re.fullmatch(r"(\w+), (\S+) (\S+)", what).groups()
+        assert re.search(rf"^ *def {collective}\b", (HERE / "collectives.py").read_text(), re.M)
+        source, = [*HERE.glob(file), *HERE.glob(f"transport/{file}")]
+        for name in function.split("."):
+            assert re.search(rf"^ *(def|class) {name}\b", source.read_text(), re.M), what
+    # One rank's or one axis's lines are those in which it stands
+    axes = {axis for key in counted for axis in key.split("+")}
+    for which in ("1", *sorted(axes)):
+        told = [line for line in story(sent, which).splitlines() if " -> " in line]
+        places = {line: line.split(" ms ")[1].split()[:4] for line in lines}  # 0 -> 1 dp+tp
+        assert told == [line for line, (src, _, dst, axis) in places.items()
+                        if which in (src, dst, *axis.split("+"))] and told
