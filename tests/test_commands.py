@@ -21,7 +21,7 @@ from data import prepare
 from mesh import Mesh
 from pipeline import Pipeline
 from run import weights
-from run.flags import check_device, check_layout, parse, read_flags
+from run.flags import check_device, check_layout, parse, read_command_line
 from run.log import METRICS, Log, axis_of, open_metrics, story, watched
 from tests.harness import HERE, command, config, make_trainer, ranks, records, refused
 
@@ -76,7 +76,8 @@ def one_line(main, words, capsys, monkeypatch):
 
 @pytest.mark.parametrize("words,says", REFUSED)
 def test_a_wrong_flag_is_one_line_whose_fix_is_accepted(words, says, capsys, monkeypatch):
-    line = one_line(lambda: read_flags("", 1), ["train.py", *words.split()], capsys, monkeypatch)
+    line = one_line(lambda: read_command_line("", 1), ["train.py", *words.split()], capsys,
+                    monkeypatch)
     assert line.startswith(f"train.py: {says}"), line
     reason, _, fixes = line.partition("; try ")
     if fixes.startswith("--"):
