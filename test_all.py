@@ -1,7 +1,7 @@
 """The proof: any layout is the same computation.
 
-    python test_all.py             this page, a minute or two; then the first case of each test in
-                                   tests/, without the files that take long
+    python test_all.py             this page, less than a minute; then the first case of each test
+                                   in tests/, two minutes
     python test_all.py --page      this page alone
     python test_all.py --full      this page, then all cases of all tests
     python test_all.py --extras    the tests of extras/, too
