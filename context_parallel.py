@@ -287,7 +287,12 @@ def split_sequences(model, group, kind="ring"):
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     for module in model.positioned():
         module.positions = lambda x: positions
+
+    def attend(q, k, v):
+        """Takes the place of Attention.attend (model.py)."""
+        return KINDS[kind](q, k, v, group)
+
     if group.size > 1:
         for block in model.layers[1:-1]:
-            block.attn.attend = partial(KINDS[kind], group=group)
+            block.attn.attend = attend
     return positions

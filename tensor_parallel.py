@@ -212,7 +212,7 @@ class VocabularyLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, words, group):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
-        grad_x = []  # of the chunks, partial over tp
+        grad_x = []  # gradients of the chunks of x: each tensor rank has a term of the sum
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         loss = x.new_zeros((), dtype=wide)
         of_targets = x.new_zeros(1, dtype=wide)  # sum of the targets' logits, partial over tp

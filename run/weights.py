@@ -18,7 +18,7 @@ from sizes import config_from
 # needs torch, or a file of ours that imports torch, imports it by itself
 
 CONFIG, MODEL = "config.json", "model.safetensors"
-INDEX = "model.safetensors.index.json"  # of a large model: which file has which tensor
+INDEX = "model.safetensors.index.json"  # says which file of a large model has which tensor
 
 # ---- config.json ----
 
@@ -61,7 +61,8 @@ def size(given, name):
 def rope_of(given):
     """rope_theta and rope_scaling of LlamaConfig."""
     rope = {"rope_theta": given["rope_theta"]}
-    for name in ("rope_scaling", "rope_parameters"):  # of transformers 4; of 5, with rope_theta
+    # transformers 4 writes rope_scaling; transformers 5 rope_parameters, with rope_theta in it
+    for name in ("rope_scaling", "rope_parameters"):
         value = given.get(name) or {}
         if type(value) is not dict:
             raise ValueError(f"its {name} is {value!r:.40}, not an object")

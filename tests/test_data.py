@@ -115,7 +115,7 @@ def test_data_that_differ_have_other_fingerprints(tmp_path):
         random_corpus(tmp_path, **{"train": 40_000, "val": 300, **tokens})
         if change == "meta.json":
             (tmp_path / change).write_text(json.dumps({"vocab_size": VOCAB + 1}))
-        elif change:  # its last token
+        elif change:  # change the last token
             (tmp_path / change).write_bytes((tmp_path / change).read_bytes()[:-2] + b"\7\0")
         return Data(config(tmp_path)).fingerprint()
 

@@ -119,7 +119,7 @@ def _lopsided(rank, cfg):
         seen.update(counts.sum(0).tolist())
         return usual(own, rows, counts)
 
-    one_process.cache_clear()  # of usual initial values
+    one_process.cache_clear()  # it has kept a run with the usual initial values
     with (patch.object(model_file, "initial_value", lopsided),
           patch.object(train, "initial_value", lopsided),
           patch.object(experts, "run_by_expert", noted)):
@@ -152,7 +152,7 @@ def _bytes(rank, cfg):
             kept += len(inputs[group.rank])
             moved += sum(map(len, inputs)) - len(inputs[group.rank])
         else:
-            calls += 1  # of the counts
+            calls += 1  # all_to_alls of the counts
         return usual(outputs, inputs, group)
 
     with patch.object(experts, "all_to_all", counting):
