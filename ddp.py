@@ -195,8 +195,9 @@ class DDP:
 
     def start(self, flat):
         """Start to sum the gradients of a Flat over the replicas."""
-        for param in flat.params:
-            self.collect(param, flat)
+        if flat.missing:
+            for param in flat.params:
+                self.collect(param, flat)
         self.reductions[flat] = self.background.start(self.reduce, flat)
 
     def reduce(self, flat):

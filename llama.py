@@ -12,8 +12,7 @@ Qwen2 has biases in c_attn. Qwen3 has an RMSNorm of each head's query and key, a
 is a size of its own (in a Llama it is C / nh).
 Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` says which matrices
 lie in one tensor (q, k, v; gate, up), so a technique that splits a GPT splits a Llama, unchanged. A
-technique that splits tokens replaces LlamaAttention.positions (in GPT-2 it is
-Embedding.positions).
+technique that splits tokens sets LlamaAttention.positions (in GPT-2 it is Embedding.positions).
 Letters in shapes are model.py's; n_kv heads of keys and values. Touvron et al., arXiv 2302.13971,
 2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245; Qwen3
 2505.09388.
@@ -27,7 +26,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, Attention, Block, Embedding, Head, embedding
+from model import GPT, Attention, Block, Embedding, Head, embedding, positions_of
 
 
 class LlamaEmbedding(Embedding):
@@ -90,18 +89,13 @@ class LlamaAttention(Attention):
         if config.qk_norm:
             self.ln_q = nn.RMSNorm(config.hs, config.norm_eps)
             self.ln_k = nn.RMSNorm(config.hs, config.norm_eps)
-            for norm in (self.ln_q, self.ln_k):
-                norm.weight.sees_own_heads = True  # where the heads are split (shard.py)
-
-    def positions(self, x):
-        """(S,): each token's position in its sequence. x: (B, S, anything)."""
-        return torch.arange(x.size(1), device=x.device)
+        self.positions = None  # (S,), where tokens are split: set in context_parallel.py
 
     def forward(self, x):  # (B, S, C)
         qkv = self.c_attn(x)  # (B, S, (nh + 2 n_kv) * hs), or 1/T of it where c_attn is split
         wide = torch.promote_types(x.dtype, torch.float)  # angles have 32 bits at least
         frequency = frequencies(self.config, wide).to(x.device)
-        angles = self.positions(qkv).unsqueeze(1) * frequency  # (S, hs/2)
+        angles = positions_of(qkv, self.positions).unsqueeze(1) * frequency  # (S, hs/2)
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, S, heads, hs)
         n_kv = heads.size(2) // (self.queries + 2)
         q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=2)

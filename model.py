@@ -10,7 +10,7 @@ C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
     FLOPs per token, forward and backward = 6 Psi + 12 L C S              (arXiv 2204.02311)
 
 A technique that splits the model replaces matrices of these layers, the head (a rank has only some
-words), and two methods: Embedding.positions (a rank has only some tokens) and Attention.attend
+words), sets Embedding.positions (a rank has only some tokens), and replaces Attention.attend
 (tokens are on several ranks). `parts`: sizes of the matrices that lie in one tensor; tensor
 parallelism splits each of them. experts.py has GPTs with experts, llama.py a Llama.
 """
@@ -30,6 +30,12 @@ def embedding(n, width):
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
+def positions_of(x, positions):
+    """(S,): the position of each token of x (B, S, ...) in its sequence. positions: those that this
+    process has; None: all."""
+    return torch.arange(x.size(1), device=x.device) if positions is None else positions
+
+
 class Embedding(nn.Module):
     backward_reads_weights = False  # ZeRO-3 (zero.py) need not gather them for backward
 
@@ -37,13 +43,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.wte = embedding(config.vocab_size, config.n_embd)
         self.wpe = embedding(config.block_size, config.n_embd)
-
-    def positions(self, idx):
-        """(S,): each token's position in its sequence."""
-        return torch.arange(idx.size(1), device=idx.device)
+        self.positions = None  # (S,), where tokens are split: set in context_parallel.py
 
     def forward(self, idx):  # (B, S) token ids
-        return self.wte(idx) + self.wpe(self.positions(idx))  # (B, S, C)
+        return self.wte(idx) + self.wpe(positions_of(idx, self.positions))  # (B, S, C)
 
 
 def causal_attention(q, k, v):
@@ -62,6 +65,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
+    # Replaced where tokens are split (context_parallel.split_sequences), and in sample.py
     def attend(self, q, k, v):  # (B, nh, S, hs) each, and the result
         return causal_attention(q, k, v)
 
@@ -167,7 +171,7 @@ class GPT(nn.Module):
             yield local if local == UNTIED else f"transformer.{block}{local}", param
 
     def positioned(self):
-        """The modules whose method `positions` a technique that splits tokens replaces."""
+        """The modules that have `positions`, which a technique that splits tokens sets."""
         return [self.layers[0]]
 
 

@@ -90,7 +90,7 @@ def next_logits(model, tokens, positions):
     """(samples, V): logits of the token that follows `tokens` (samples, n), which stand at these
     positions of the window (n,)."""
     for module in model.positioned():  # GPT-2's embedding, or a Llama's attentions
-        module.positions = lambda x: positions
+        module.positions = positions
     *layers, head = model.layers
     x = tokens
     for layer in layers:
@@ -123,9 +123,9 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
             positions = torch.tensor([length - 1], device=out.device)
         logits = next_logits(model, tokens, positions)
         out = torch.cat([out, pick_tokens(logits, temperature, top_k, rng)], dim=1)
-    # Remove what replaced the model's own methods
+    # Back to the model as it was
     for module in model.positioned():
-        vars(module).pop("positions", None)
+        module.positions = None
     for block in blocks:
         vars(block.attn).pop("attend", None)
     return out.tolist()

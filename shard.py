@@ -121,30 +121,13 @@ def take_slice(full, tag):
 def split(full, dim, group, parts=()):
     """This rank's slice of a tagged parameter: 1/T of `dim`, or 1/T of each part, if `dim` has
     parts of these sizes (c_attn is three matrices in one: q, k, v). None, a bias that is not there,
-    stays None. A tied weight is split once: its second user gets the same slice."""
+    stays None."""
     if full is None:
         return None
-    if not hasattr(full, "own_slice"):
-        ranges = []
-        begin = 0  # where the part begins
-        for size in parts or (full.size(dim),):
-            start, stop = bounds(size, group)
-            ranges.append((begin + start, begin + stop))
-            begin += size
-        tag = replace(full.tag, dim=dim, ranges=tuple(ranges), split_over=group)
-        full.own_slice = take_slice(full, tag)
-    return full.own_slice
-
-
-def tag_replicated(model, group, sum_gradients):
-    """Tag each parameter that is still whole as held by all ranks of the group. Call this after the
-    model has been split over the group. sum_gradients: the ranks see different tokens, so gradients
-    of whole parameters are to be summed over the group. So are, in any case, those of parameters
-    that see a rank's own heads only (Qwen3's norms of queries and keys)."""
-    for param in model.parameters():
-        if group.size > 1 and param.shape == param.tag.shape:
-            param.tag.shared_by += (group,)
-            if sum_gradients:
-                param.tag.sum_over += (group,)
-            elif hasattr(param, "sees_own_heads"):
-                param.tag.sum_over += (group,)
+    ranges = []
+    begin = 0  # where the part begins
+    for size in parts or (full.size(dim),):
+        start, stop = bounds(size, group)
+        ranges.append((begin + start, begin + stop))
+        begin += size
+    return take_slice(full, replace(full.tag, dim=dim, ranges=tuple(ranges), split_over=group))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from collectives import WithBackward, all_gather, all_reduce, own_chunk, reduce_scatter
 from experts import MixtureOfExperts
 from model import ABSENT
-from shard import split, tag_replicated
+from shard import split
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
 #
@@ -114,11 +114,12 @@ class DeferredProduct(torch.autograd.Function):
         return grad @ ctx.weight, None, None
 
 
-def product(x, weight, deferred):
-    """x W^T. deferred: a list for the gradients of weights; None: autograd adds them at once."""
+def product(x, weight, deferred, bias=None):
+    """x W^T + b. deferred: a list for W's gradients; None: autograd computes them at once."""
     if deferred is None:
-        return F.linear(x, weight)
-    return DeferredProduct.apply(x, weight, deferred)
+        return F.linear(x, weight, bias)
+    y = DeferredProduct.apply(x, weight, deferred)
+    return y if bias is None else y + bias
 
 
 class Column(nn.Module):
@@ -132,11 +133,7 @@ class Column(nn.Module):
         self.bias = split(linear.bias, 0, group, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
-        x = self.f(x, self.group)
-        if self.deferred is None:
-            return F.linear(x, self.weight, self.bias)
-        y = product(x, self.weight, self.deferred)
-        return y if self.bias is None else y + self.bias
+        return product(self.f(x, self.group), self.weight, self.deferred, self.bias)
 
 
 class Row(nn.Module):
@@ -273,14 +270,28 @@ class VocabularyHead(nn.Module):
 # ---- a whole model ----
 
 
+def tag_replicated(model, group, sum_gradients):
+    """Tag each parameter that is still whole as held by all ranks of the group. sum_gradients: the
+    ranks see different tokens, so gradients of whole parameters are to be summed over the group. So
+    are, in any case, those of Qwen3's norms of queries and keys, which see a rank's own heads."""
+    of_own_heads = {param for block in model.layers[1:-1]
+                    for name, param in block.attn.named_parameters() if name.startswith("ln_")}
+    for param in model.parameters():
+        if param.shape == param.tag.shape:
+            param.tag.shared_by += (group,)
+            if sum_gradients or param in of_own_heads:
+                param.tag.sum_over += (group,)
+
+
 def split_matrices(model, group, sp=False, deferred=None):
     """In: a whole, tagged model. After: each parameter is this rank's slice, tagged as such, or is
     tagged as held by all ranks of the group; its layers are the parallel ones above.
 
-    sp: sequence parallelism; T must divide S (with context parallelism over N ranks: S/N), and the
-    gradients of replicated parameters are to be summed over the group. deferred: the list in which
-    a backward leaves the gradients of matrices (DeferredProduct). In a group of one the blocks stay
-    as they are, unless gradients are deferred."""
+    sp: sequence parallelism; T must divide S (with context parallelism over N ranks: S/N), the
+    gradients of replicated parameters are to be summed over the group, and split_sequences has set
+    the model's positions. deferred: the list in which a backward leaves the gradients of matrices
+    (DeferredProduct). In a group of one the blocks stay as they are, unless gradients are
+    deferred."""
     heads = getattr(model.config, "n_kv_head", model.config.n_head)
     assert heads % group.size == 0 and model.config.vocab_size >= group.size
     # f: what happens to an activation before a column; g: to a partial sum, after a row or after
@@ -291,23 +302,21 @@ def split_matrices(model, group, sp=False, deferred=None):
     model.layers[-1] = VocabularyHead(head, group, f)
     if group.size == 1 and deferred is None:
         return
-    model.layers[-1].lm_head.weight = split(head.lm_head.weight, 0, group)  # tied: the embedding's
+    is_tied = head.lm_head.weight is embedding.wte.weight
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
+    if is_tied:
+        head.lm_head.weight = embedding.wte.weight
+    else:
+        head.lm_head.weight = split(head.lm_head.weight, 0, group)
     for block in blocks:
         block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts, deferred)
         block.attn.c_proj = Row(block.attn.c_proj, group, g, deferred)
         if not isinstance(block.mlp, MixtureOfExperts):  # experts: split_experts in experts.py
             block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts, deferred)
             block.mlp.c_proj = Row(block.mlp.c_proj, group, g, deferred)
-    tag_replicated(model, group, sum_gradients=sp)
-    if sp:
-        positions_of_own_tokens(model, group)
-
-
-def positions_of_own_tokens(model, group):
-    """wte, whose g is scatter_tokens, returns this rank's S/T tokens. GPT-2 adds positions to them,
-    those of the same tokens. (A Llama uses positions inside of attention, where all tokens are.)"""
-    embedding = model.layers[0]
-    if embedding in model.positioned():
-        positions = embedding.positions  # gives the positions of all tokens
-        embedding.positions = lambda idx: own_chunk(positions(idx), group)
+    if group.size > 1:
+        tag_replicated(model, group, sum_gradients=sp)
+    if sp and embedding in model.positioned():
+        # wte, whose g is scatter_tokens, returns this rank's S/T tokens. GPT-2 adds the positions
+        # of these tokens. (A Llama uses positions inside of attention, where all tokens are)
+        embedding.positions = own_chunk(embedding.positions, group)

@@ -238,7 +238,7 @@ def split_by_dtensor(job, model, mesh, sp):
             parallelize_module(layer, mesh, {name: SequenceParallel() for name, _ in
                                              layer.named_children() if name.startswith("ln_")})
         own_positions = torch.arange(job.cfg.block_size).chunk(job.n)[job.rank]
-        first.positions = lambda idx: own_positions
+        first.positions = own_positions
         # wpe is no DTensor, and this rank has the gradients of its own positions only: sum them
         first.wpe.weight.register_post_accumulate_grad_hook(
             lambda param: dist.all_reduce(param.grad))

@@ -29,7 +29,7 @@ import torch
 import schedules
 import sizes
 from collectives import all_gather, all_reduce, all_to_all, maximum, reduce_scatter
-from context_parallel import all_to_all_attention, ring_attention, zigzag
+from context_parallel import all_to_all_attention, ring_attention, split_sequences, zigzag
 from experts import kind_of, spread_experts
 from mesh import Mesh, grid, lay_out
 from model import build, causal_attention, initial_value
@@ -215,6 +215,7 @@ def demo_sequence_parallel(mesh):
     group = mesh.group("tp")
     for sp, name in ((False, "tensor_parallel"), (True, "sequence_parallel")):
         model, ids = small_gpt(mesh)
+        split_sequences(model, mesh.group("cp"))
         split_matrices(model, group, sp)
         before = group.bytes_sent
         model(ids, ids).backward()
