@@ -20,20 +20,20 @@ import torch
 
 from collectives import wait_all
 from experts import balance_loss
-from schedules import DIRECTION, make_schedule, placement, transfers
+from schedules import DIRECTION, make_schedule, message_of, placement
 
 
 def order_of_messages(lists, where, rank):
     """{other rank: the tensors that it sends to this rank, in the order in which it sends them}. A
-    tensor is named (data, stage that needs it, microbatch); data: "F", an activation, or "B", a
-    gradient."""
+    tensor is named (data, stage that needs it, microbatch)."""
     found = {other: [] for other in range(len(lists))}
     for other, actions in enumerate(lists):
         for action in actions:
-            pair = transfers(action, where)  # (send, receive), or nothing
-            if pair and where[pair[1].stage] == rank:
-                _, stage, k = pair[1]
-                found[other].append((pair[1].kind[1], stage, k))
+            message = message_of(action, where)
+            if message:
+                _, stage, _ = message
+                if where[stage] == rank:
+                    found[other].append(message)
     return found
 
 

@@ -7,11 +7,6 @@ that).
     python sample.py --prompt "def " --out out --samples 3
 """
 
-import sys
-
-if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
-    sys.path.insert(0, __file__.rpartition("/")[0] or ".")
-
 from run.flags import Parser, fail
 from run.launch import say
 

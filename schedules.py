@@ -15,7 +15,7 @@ Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that 
 idle, between its first action and its last. In flight: microbatches whose forward is done and whose
 backward is not, on the rank with the most of them, which holds their activations.
 
-make_schedule lists each rank's Actions, lower adds messages, validate checks, simulate times them.
+make_schedule lists each rank's Actions, validate checks them, simulate times them.
 
     python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8 --compare
 """
@@ -182,32 +182,11 @@ def cut(costs, n):
     return best[layers][1]
 
 
-# ---- the lists as train.py runs them: checked, timed, and with their messages ----
-#
-#     make_schedule   "F" "B" ...  ->  lists of Actions, one list per rank
-#     play            runs lists against a clock, by what each action needs
-#     lower           adds the sends and receives between ranks, in an order that cannot deadlock
-#     validate        checks any lists, those that you wrote by hand too
-#     simulate        makespan, bubble, and microbatches in flight
-#
-# train.py runs the lists as they are: a rank sends a result as soon as it has it, and receives a
-# tensor when an action needs it (pipeline.py). lower() and validate() show more: that the lists
-# cannot deadlock even where a send blocks until its receive. simulate() times lists without
-# messages.
-
-MESSAGES = ("SF", "RF", "SB", "RB")  # the kinds of actions that send or receive
-DIRECTION = {"F": 1, "B": -1}  # activations (F) go from stage s to s + 1, gradients (B) to s - 1
+# ---- the lists as pipeline.py runs them ----
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list. `stage` is the stage that acts:
-
-        F, B, I, W   compute, see the top of this file
-        SF           sends the output of `stage`            to stage + 1
-        RF           receives the input of `stage`          from stage - 1
-        SB           sends the gradient of stage's input    to stage - 1
-        RB           receives the gradient of its output    from stage + 1
-    """
+    """One entry of a rank's list: F, B, I or W (the top of this file) of a stage."""
     kind: str
     stage: int  # 0 .. P*v-1
     microbatch: int
@@ -217,8 +196,8 @@ class Action(NamedTuple):
 
 
 def make_schedule(name, P, m, v=0):
-    """One list of F, B, I, W actions per rank, for P ranks and m microbatches. v: stages per rank;
-    0: as many as the schedule declares."""
+    """One list of Actions per rank, for P ranks and m microbatches. v: stages per rank; 0: as many
+    as the schedule declares."""
     assert not SCHEDULES[name].in_rounds or m % P == 0, "whole rounds of P microbatches"
     return [actions_of(name, P, m, v or SCHEDULES[name].chunks, rank) for rank in range(P)]
 
@@ -246,70 +225,54 @@ def actions_of(name, P, m, v, rank):
     return actions
 
 
-# ---- what an action needs ----
-# From here to the end of play(), I counts as B: both turn the gradient of a stage's output into
-# the gradient of its input. When an I ends, play() records it as a B.
+DIRECTION = {"F": 1, "B": -1}  # activations (F) go from stage s to s + 1, gradients (B) to s - 1
 
 
-def transfers(action, where):
-    """The send and the receive that bring an action's result to the next rank; () if there is none.
-    F(0, k) -> SF(0, k), RF(1, k). B(1, k) or I(1, k) -> SB(1, k), RB(0, k)."""
+def message_of(action, where):
+    """The message with an action's result: (data, stage that needs it, microbatch), or None if that
+    stage is on the same rank, or there is none. data: "F", an activation, or "B", a gradient.
+    F(0, k) -> ("F", 1, k); B(1, k) or I(1, k) -> ("B", 0, k)."""
     kind, s, k = action
     if kind == "W":
-        return ()
+        return None
     data = "F" if kind == "F" else "B"
     to = s + DIRECTION[data]
     if not 0 <= to < len(where) or where[to] == where[s]:
-        return ()
-    return Action("S" + data, s, k), Action("R" + data, to, k)
+        return None
+    return data, to, k
 
 
-def needs_of_compute(action, where, lowered):
-    """The actions that must have ended before F, B, I or W can start:
+# ---- checks and times ----
+#
+#     play      runs lists against a clock, by what each action needs
+#     validate  checks any lists, those that you wrote by hand too
+#     simulate  makespan, bubble, and microbatches in flight
 
-        F(s, k)    its input: F(s-1, k)
-        B(s, k)    F(s, k), and the gradient of its output: B(s+1, k)
-        W(s, k)    B(s, k)
 
-    In lists with messages (lowered) what another rank computes is replaced by its receive:
-    F(s-1, k) by RF(s, k), B(s+1, k) by RB(s, k)."""
+def needs(action, where):
+    """The actions that must have ended before an action can start:
+
+        F(s, k)          its input: F(s-1, k)
+        B(s, k), I(s, k) F(s, k), and the gradient of its output: B(s+1, k) or I(s+1, k)
+        W(s, k)          I(s, k)
+
+    I is listed as B here: both turn the gradient of a stage's output into that of its input."""
     kind, s, k = action
     if kind == "W":
         return [Action("B", s, k)]
-    needed = []
-    source = Action("F", s - 1, k)
-    if kind != "F":
-        needed = [Action("F", s, k)]
-        source = Action("B", s + 1, k)
-    if 0 <= source.stage < len(where):  # the first stage needs no input, the last no gradient
-        pair = transfers(source, where) if lowered else ()
-        needed.append(pair[1] if pair else source)
-    return needed
-
-
-def needs_of_message(action):
-    """SF(s, k) needs its data, F(s, k), and its receive, RF(s+1, k); RF(s+1, k) needs SF(s, k). SB
-    and RB likewise, to stage s-1. A send and its receive need each other: each blocks until the
-    other rank has reached its own (a rendezvous)."""
-    (way, data), s, k = action
-    step = DIRECTION[data]
-    if way == "S":
-        return [Action(data, s, k), Action("R" + data, s + step, k)]
-    return [Action("S" + data, s - step, k)]
+    if kind == "F":
+        return [Action("F", s - 1, k)] if s > 0 else []
+    later = [Action("B", s + 1, k)] if s + 1 < len(where) else []
+    return [Action("F", s, k), *later]
 
 
 def play(lists, where, costs=(1, 1, 1, 0)):
     """Play the lists against a clock. Yields (rank, action, start, end): an action starts when its
-    rank is free and all that it needs has arrived. costs: F, I, W and comm, the time between ranks.
-    In lists without messages, data takes comm to arrive and blocks no rank. In lowered lists, sends
-    and receives block, and a receive takes comm. ValueError if the lists come to a halt."""
+    rank is free and all that it needs has arrived. costs: F, I, W and comm, the time that a message
+    takes; it blocks no rank, as in pipeline.py. ValueError if the lists come to a halt."""
     f, i, w, comm = costs
-    cost = {"F": f, "B": i + w, "I": i, "W": w, "RF": comm, "RB": comm, "SF": 0, "SB": 0}
-    lowered = any(action.kind in MESSAGES for actions in lists for action in actions)
-    delay = 0 if lowered else comm
-    # a compute action -> when it ended; a message -> when its rank reached it (the other end waits
-    # for that; what follows on its own rank waits for free[rank])
-    done = {}
+    cost = {"F": f, "B": i + w, "I": i, "W": w}
+    done = {}  # action -> when it ended
     free = [0] * len(lists)  # when the last action of each rank ended
     queues = [deque(actions) for actions in lists]
     # Round after round, each rank goes on until its next action needs something that is missing.
@@ -321,16 +284,12 @@ def play(lists, where, costs=(1, 1, 1, 0)):
         for rank, queue in enumerate(queues):
             while queue:
                 action = queue[0]
-                if action.kind in MESSAGES:
-                    done.setdefault(action, free[rank])
-                    needed = needs_of_message(action)
-                else:
-                    needed = needs_of_compute(action, where, lowered)
+                needed = needs(action, where)
                 missing = [need for need in needed if need not in done]
                 if missing:
                     waits.append((rank, action, missing[0]))
                     break
-                arrived = [done[need] + (delay if where[need.stage] != rank else 0)
+                arrived = [done[need] + (comm if where[need.stage] != rank else 0)
                            for need in needed]
                 start = max([free[rank], *arrived])
                 free[rank] = start + cost[action.kind]
@@ -346,65 +305,29 @@ def play(lists, where, costs=(1, 1, 1, 0)):
             f"rank {rank} at {action} waits for {need}" for rank, action, need in own or waits))
 
 
-class Event(NamedTuple):
-    """An action or a message in lower(), which sorts by the first three entries."""
-    time: float  # an action's start; of a message: when its data is ready
-    # An action: its start once more. A message: the start of the action that made its data, which
-    # is earlier than `time`. So among equal times a message sorts before an action that starts
-    # then, and the action may need the message
-    start: float
-    rank: int  # the rank that runs the action, or made the data
-    action: Action
-
-
-def lower(lists, where):
-    """Add the sends and receives between stages of different ranks.
-
-    The result cannot deadlock, although a send and its receive block until both ranks have reached
-    them: sort all actions by their start in play(), and put each pair where its data is ready. Each
-    rank runs its actions in this one global order. So the earliest action not yet done is next in
-    the list of every rank that takes part in it, and can run."""
-    events = []
-    for rank, action, start, end in play(lists, where):
-        events.append(Event(start, start, rank, action))
-        for message in transfers(action, where):
-            events.append(Event(end, start, rank, message))
-    lowered = [[] for _ in lists]
-    for event in sorted(events, key=lambda event: event[:3]):  # stable: a pair stays together
-        lowered[where[event.action.stage]].append(event.action)
-    return lowered
-
-
 def validate(lists, where, m=0):
     """Check that every stage runs every microbatch once, on its own rank, after all that it needs,
-    and that no rank waits forever when sends and receives block. ValueError, with rank and action,
-    if not. Lists without messages are lowered first; lists with messages are checked as given.
-    m: the number of microbatches; 0: as many as the lists name."""
+    and that no rank waits forever. ValueError, with rank and action, if not. m: the number of
+    microbatches; 0: as many as the lists name."""
     got = Counter((rank, action) for rank, actions in enumerate(lists) for action in actions)
     split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # split backwards
-    lowered = any(a.kind in MESSAGES for _, a in got)
     m = m or 1 + max((a.microbatch for _, a in got), default=0)
-    due = []
+    want = set()
     for k in range(m):
-        for s in range(len(where)):
+        for s, rank in enumerate(where):
             kinds = ("F", "I", "W") if (s, k) in split else ("F", "B")
-            due += [Action(kind, s, k) for kind in kinds]
-    if lowered:
-        due += [message for action in due for message in transfers(action, where)]
-    want = {(where[a.stage], a) for a in due}
+            want |= {(rank, Action(kind, s, k)) for kind in kinds}
     for rank, a in sorted(want | set(got)):
         if (rank, a) not in want:
             raise ValueError(f"rank {rank}: {a} is misplaced")
         if got[rank, a] != 1:
             raise ValueError(f"rank {rank}: {a} is {'doubled' if got[rank, a] else 'missing'}")
-    if not lowered:
-        lists = lower(lists, where)
     for _ in play(lists, where):  # raises if the lists come to a halt
         pass
 
 
 class Timeline(NamedTuple):
-    times: list  # per rank: [(action, start, end)], without messages
+    times: list  # per rank: [(action, start, end)]
     makespan: float  # the largest over ranks of (last end - that rank's first start)
     bubble: float  # (makespan - m(F+I+W)) / makespan
     peak_in_flight: list  # per rank: most (stage, microbatch) pairs whose activations are held
@@ -425,10 +348,9 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
     held = [0] * len(lists)
     peak = [0] * len(lists)
     for rank, action, start, end in play(lists, where, (f, i, w, comm * v)):
-        if action.kind not in MESSAGES:
-            times[rank].append((action, start, end))
-            held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            peak[rank] = max(peak[rank], held[rank])
+        times[rank].append((action, start, end))
+        held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        peak[rank] = max(peak[rank], held[rank])
     span = max(row[-1][2] - row[0][1] for row in times)
     m = 1 + max(action.microbatch for action, _, _ in times[0])
     work = m * v * (f + i + w)  # one rank's time busy

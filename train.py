@@ -16,9 +16,6 @@ the losses are the same, up to the order of float additions.
 import math
 import sys
 
-if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
-    sys.path.insert(0, __file__.rpartition("/")[0] or ".")
-
 # start() runs before torch is imported, which takes seconds. It ends the process if a flag is
 # wrong. If the flags ask for more ranks than there are processes, it starts all ranks, waits for
 # them, and exits. Else this process is a rank, and start() returns
@@ -248,7 +245,8 @@ def main():
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, local_rank)
     # A complete run ends with a sample of text (with --eval-interval 0: without)
-    if log.ended_well and not log.is_over and cfg.eval_interval and mesh.rank == 0:
+    is_complete = log.ended_well and not log.is_over and log.saved
+    if is_complete and cfg.eval_interval and mesh.rank == 0:
         from sample import sample_text
         log.say("a sample:\n" + sample_text(log.saved, log.data))
     sys.exit(0 if log.ended_well else 1)
