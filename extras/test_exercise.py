@@ -127,8 +127,9 @@ def test_an_exercise_is_emptied_judged_and_brought_back(tmp_path):
     whole = file.read_text()
     judge = shlex.split(EXERCISES["zero1"].command)[1:]
     said = exercise("zero1").stdout
-    for place in re.findall(r"zero.py:(\d+) ", said):
-        assert file.read_text().splitlines()[int(place) - 1] == " " * 8 + "raise NotImplementedError"
+    lines = file.read_text().splitlines()
+    places = [int(number) for number in re.findall(r"zero.py:(\d+) ", said)]
+    assert [lines[n - 1].strip() for n in places] == ["raise NotImplementedError"] * 3
     assert EXERCISES["zero1"].command in said
     red = command(*judge, cwd=tree)
     assert red.returncode == 1 and "NotImplementedError" in red.stderr
