@@ -80,12 +80,12 @@ def main():
         sys.exit(git("checkout", "--", file).returncode)
     status = git("status", "--porcelain", "--", file, capture_output=True)
     if status.returncode or status.stdout:
-        sys.exit(f"{file} has uncommitted changes, which git could not bring back: commit them, or "
-                 f"git checkout -- {file}")
+        sys.exit(f"{file} has uncommitted changes, or is in no git clone: nothing is emptied; commit "
+                 f"them, or bring the file back: python -m extras.exercise {args.name} --restore")
     path = HERE / file
     path.write_text(empty(path.read_text(), functions))
     tree = ast.parse(path.read_text())
-    print(idea, "\n\nWrite, below signature and docstring:")
+    print(f"{idea}\n\nWrite, below signature and docstring:")
     for name in functions:
         print(f"    {file}:{find(tree, name).end_lineno}    {name}")
     print(f"\nJudge it:        {command}\nA hint:          docs/exercises.md\n"
