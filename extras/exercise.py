@@ -80,8 +80,8 @@ def main():
         sys.exit(git("checkout", "--", file).returncode)
     status = git("status", "--porcelain", "--", file, capture_output=True)
     if status.returncode or status.stdout:
-        sys.exit(f"{file} has uncommitted changes, or is in no git clone: nothing is emptied; commit "
-                 f"them, or bring the file back: python -m extras.exercise {args.name} --restore")
+        sys.exit(f"{file} has uncommitted changes, or is in no git clone, so nothing is emptied: "
+                 f"commit them, or python -m extras.exercise {args.name} --restore")
     path = HERE / file
     path.write_text(empty(path.read_text(), functions))
     tree = ast.parse(path.read_text())
