@@ -65,16 +65,17 @@ def git(*words, **more):
 
 
 def main():
+    found = exercises()
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", choices=exercises(), metavar="NAME")
+    parser.add_argument("name", nargs="?", choices=found, metavar="NAME")
     parser.add_argument("--restore", action="store_true", help="bring the file back")
     args = parser.parse_args()
     if not args.name:
-        for name, exercise in exercises().items():
+        for name, exercise in found.items():
             print(f"{name:18} {exercise.idea}")
         return
-    idea, file, functions, command = exercises()[args.name]
+    idea, file, functions, command = found[args.name]
     if args.restore:
         git("--no-pager", "diff", "-R", "--", file)  # from yours (-) to the repository's (+)
         sys.exit(git("checkout", "--", file).returncode)
