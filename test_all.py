@@ -2,7 +2,7 @@
 
     python test_all.py             this page, less than a minute; then the first case of each test
                                    in tests/, two minutes
-    python test_all.py --page      this page alone
+    python test_all.py --page      this page alone; --page "--dp 2 --zero 3" a layout alone
     python test_all.py --full      this page, then all cases of all tests
     python test_all.py --extras    the tests of extras/, too
     python test_all.py -k zero     all cases of these tests, without the page; other flags, such as
@@ -260,14 +260,14 @@ def write_corpus(folder):
     Path(folder, "meta.json").write_text(json.dumps({"vocab_size": VOCAB}))
 
 
-def prove():
+def prove(layouts=LAYOUTS):
     """Run the table; return the number of layouts that differ, or of bugs that are not seen."""
     wrong = 0
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(folder)
         print(f"{'layout':62} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
-        rows = [line.split() for line in LAYOUTS.strip().splitlines()]
+        rows = [line.split() for line in layouts.strip().splitlines()]
         for words in rows:
             cfg, worst = run(words, folder)
             equal = bool((worst < TOLERANCE).all())  # a nan is not
@@ -286,13 +286,14 @@ def prove():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="the layouts of this page only")
+    parser.add_argument("--page", nargs="?", const=LAYOUTS, metavar="LAYOUT",
+                        help="the layouts of this page only, or one layout")
     parser.add_argument("--full", action="store_true", help="all cases of all tests")
     parser.add_argument("--extras", action="store_true", help="the tests of extras/, too")
     args, flags = parser.parse_known_args()
     chosen = "-k" in flags or any(not flag.startswith("-") for flag in flags)
     if args.page or not chosen:
-        wrong = prove()
+        wrong = prove(args.page or LAYOUTS)
         ranks.stop()
         if wrong or args.page:
             sys.exit(1 if wrong else 0)

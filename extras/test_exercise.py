@@ -1,0 +1,233 @@
+"""extras/exercise.py and the page of exercises: the command that judges an exercise is green as the
+repository is, and red for an empty body and for each of three wrong ones.
+
+Bodies are planted into this process and its ranks, and commands run in it: of 64 fresh processes
+most would import torch. The first test does all as a learner does."""
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+
+import test_all
+from extras.exercise import empty, exercises, find
+from test_all import Ranks, ranks
+from tests.harness import HERE, command
+from tests.test_planted import plant
+
+EXERCISES = exercises()
+WRONG = [  # exercise, what is wrong, a text that its functions have once, the text with the bug
+    ("reduce_scatter", "nothing is added", "group.prev, combine)", "group.prev)"),
+    ("reduce_scatter", "a rank completes the chunk of the next one",
+     "(r - 1 - hop) % N]\n        into = chunks[(r - 2 - hop) % N]",
+     "(r - hop) % N]\n        into = chunks[(r - 1 - hop) % N]"),
+    ("reduce_scatter", "a hop too many", "range(N - 1)", "range(N)"),
+
+    ("all_gather", "each hop sends the own chunk", "chunks[(r - hop) % N]", "chunks[r]"),
+    ("all_gather", "the first hop sends another rank's chunk",
+     "(r - hop) % N]\n        into = chunks[(r - 1 - hop) % N]",
+     "(r - 1 - hop) % N]\n        into = chunks[(r - 2 - hop) % N]"),
+    ("all_gather", "what comes is added", "group.prev)", "group.prev, torch.Tensor.add_)"),
+
+    ("ddp", "nothing travels before backward has ended",
+     "while self.queue and self.queue[0].missing == 0:", "while False:"),
+    ("ddp", "a layer travels once more, after backward",
+     "while self.queue and self.queue[0].missing == 0:\n            self.start(self.queue.pop(0))",
+     "if flat.missing == 0:\n            self.start(flat)"),
+    ("ddp", "gradients travel in each microbatch",
+     "while self.queue and self.queue[0].missing == 0:\n            self.start(self.queue.pop(0))",
+     "if flat.missing <= 0:\n            self.start(flat)"),
+
+    ("zero1", "nothing is summed", "reduce_scatter(flat.grads, flat.group)", "pass"),
+    ("zero1", "each rank's chunk begins at 0", "first_of_chunk(flat)", "0"),
+    ("zero1", "gradients are gathered, not weights", "flat.weights, flat", "flat.grads, flat"),
+
+    ("zero3", "the own chunk is not there", ".copy_(self.chunks[flat])", ""),
+    ("zero3", "nothing is freed", "flat.weights.untyped_storage().resize_(0)", "pass"),
+    ("zero3", "nothing is gathered ahead", "[layer, *next_layers]", "[layer]"),
+
+    ("f_and_g", "f does not sum in backward", "lambda grad: sum_in_place(grad, group)",
+     "lambda grad: grad"),
+    ("f_and_g", "g sums in backward, too", "lambda grad: grad)",
+     "lambda grad: sum_in_place(grad.clone(), group))"),
+    ("f_and_g", "g does not sum", "lambda x: sum_in_place(x, group)", "lambda x: x"),
+
+    ("column_and_row", "a column without f", "x = self.f(x, self.group)", "pass"),
+    ("column_and_row", "a row's bias is in the sum",
+     "y = self.g(partial_y, self.group)\n        return y if self.bias is None else y + self.bias",
+     "return self.g(partial_y if self.bias is None else partial_y + self.bias, self.group)"),
+    ("column_and_row", "a row without g", "y = self.g(partial_y, self.group)", "y = partial_y"),
+
+    ("sequence_parallel", "gather's backward does not sum",
+     "lambda grad: own_tokens_of_sum(grad, group)",
+     "lambda grad: grad.chunk(group.size, 1)[group.rank]"),
+    ("sequence_parallel", "ranks take tokens in turn",
+     "x.unflatten(1, (group.size, -1)).movedim(1, 0)",
+     "x.unflatten(1, (-1, group.size)).movedim(2, 0)"),
+    ("sequence_parallel", "a rank takes the next one's tokens", "summed[group.rank]",
+     "summed[group.next]"),
+
+    ("vocabulary_loss", "softmax over a rank's own words", "(log_sum - of_all).exp()", "1"),
+    ("vocabulary_loss", "the largest of the ranks' sums", ".logsumexp(0)", ".amax(0)"),
+    ("vocabulary_loss", "another rank's target is the first word", ".masked_fill(outside, 0)", ""),
+
+    ("merge", "the parts are averaged", "torch.sigmoid(part_lse - lse).unsqueeze(-1)", "0.5"),
+    ("merge", "the earlier keys are forgotten", "torch.logaddexp(lse, part_lse)", "part_lse"),
+    ("merge", "exp overflows", "torch.sigmoid(part_lse - lse)",
+     "(part_lse.exp() / (lse.exp() + part_lse.exp()))"),
+
+    ("dispatch", "gates in the tokens' order", "gates.flatten()[order]", "gates.flatten()"),
+    ("dispatch", "choice a is of token a", "tokens[order // k]", "tokens[order % len(tokens)]"),
+    ("dispatch", "gates have no gradient", "gates.flatten()", "gates.detach().flatten()"),
+
+    ("1f1b", "a forward too many in the warm-up", "min(P - 1 - rank, m)", "min(P - rank, m)"),
+    ("1f1b", "all forwards first", '["F", "B"] * (m - num_warmup)',
+     '["F"] * (m - num_warmup) + ["B"] * (m - num_warmup)'),
+    ("1f1b", "a warm-up of more than m", "min(P - 1 - rank, m)", "P - 1 - rank"),
+
+    ("interleaved", "backward begins with the first chunk", "letter(v - 1 - chunk)",
+     "letter(chunk)"),
+    ("interleaved", "one microbatch at a time", "i // P % v", "i % v"),
+    ("interleaved", "the earlier chunks are not in the warm-up", "(v - 1) * P", "0"),
+
+    ("zero_bubble", "each W at once", "lag = min(rank, m)", "lag = 0"),
+    ("zero_bubble", "all Ws at the end", "lag = min(rank, m)", "lag = m"),
+    ("zero_bubble", "the Ws that are left are forgotten", 'actions + ["W"] * lag', "actions"),
+
+    ("norm", "each holder counts", "sum_of_squares(grad) / n", "sum_of_squares(grad)"),
+    ("norm", "norms are added up", "sum_of_squares(grad)", "sum_of_squares(grad).sqrt()"),
+    ("norm", "what others hold is left out", "if grad.numel() > 0:", "if n == 1:"),
+
+    ("checkpoint", "a run begins before it was asked for", "max(position, start)", "position"),
+    ("checkpoint", "a row of the slice for one of the tensor", "row * width",
+     "row * self.slice_shape[self.dim]"),
+    ("checkpoint", "a row of elements counts as one", "(range_stop - range_start) * inner",
+     "range_stop - range_start"),
+]
+
+
+# ---- as a learner does ----
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git brings the file back")
+def test_an_exercise_is_emptied_judged_and_brought_back(tmp_path):
+    tree = tmp_path / "clone"
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare")
+    shutil.copytree(HERE, tree, ignore=hidden)
+    for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -qm whole"):
+        subprocess.run(["git", *words.split()], cwd=tree, check=True)
+
+    def exercise(*words):
+        return command("-m", "extras.exercise", *words, cwd=tree)
+
+    file = tree / "schedules.py"
+    whole = file.read_text()
+    judge = shlex.split(EXERCISES["1f1b"].command)[1:]
+    said = exercise("1f1b").stdout
+    (number,) = re.findall(r"schedules.py:(\d+) ", said)
+    assert file.read_text().splitlines()[int(number) - 1] == "    raise NotImplementedError"
+    assert EXERCISES["1f1b"].command in said
+    red = command(*judge, cwd=tree)
+    assert red.returncode == 1 and "NotImplementedError" in red.stdout
+    again = exercise("1f1b")  # would lose what a learner has written
+    assert again.returncode == 1 and again.stderr.count("\n") == 1 and not again.stdout
+    restored = exercise("1f1b", "--restore").stdout
+    assert "+    num_warmup = min(P - 1 - rank, m)" in restored
+    assert file.read_text() == whole
+    assert command(*judge, cwd=tree).returncode == 0
+
+
+# ---- all exercises ----
+
+
+def run_planted(rank, file, text, function, *args):
+    """One rank of a test."""
+    plant(file, text)
+    return function(rank, *args)
+
+
+@contextmanager
+def planted(file, text):
+    """Meanwhile the functions of this file are those of the text, in this process and its ranks."""
+    usual = Ranks.__call__
+
+    def call(self, world, function, *args):
+        return usual(self, world, run_planted, file, text, function, *args)
+
+    plant(file, text)
+    try:
+        with patch.object(Ranks, "__call__", call):
+            yield
+    finally:
+        ranks.stop()
+        plant(file, (HERE / file).read_text())
+
+
+def is_green(commands):
+    """Run commands of the page, joined by &&, in this process."""
+    for line in commands.split(" && "):
+        _, *words = shlex.split(line)
+        if words[0] == "test_all.py":
+            try:
+                wrong = test_all.prove(words[2])
+            except Exception:  # of a rank
+                return False
+        else:
+            wrong = pytest.main([*words[2:], "-x"])
+            assert wrong in (0, 1), "no test of this name"
+        if wrong:
+            return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch):
+    monkeypatch.chdir(HERE)
+
+
+def test_there_are_sixteen_exercises_and_three_wrong_bodies_of_each():
+    assert len(EXERCISES) == 16
+    assert sorted(name for name, *_ in WRONG) == sorted([*EXERCISES] * 3)
+
+
+COMMANDS = {exercise.command: name for name, exercise in EXERCISES.items()}
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=COMMANDS.get)
+def test_a_command_is_green_for_the_repositorys_own_body_planted_alike(line):
+    file = EXERCISES[COMMANDS[line]].file
+    with planted(file, (HERE / file).read_text()):
+        assert is_green(line)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_empty_body_is_red(name):
+    _, file, functions, line = EXERCISES[name]
+    text = (HERE / file).read_text()
+    emptied = empty(text, functions)
+    for function in functions:
+        before, after = (find(ast.parse(each), function) for each in (text, emptied))
+        assert ast.dump(before.args) == ast.dump(after.args)
+        assert ast.get_docstring(before) == ast.get_docstring(after)
+        assert ast.unparse(after.body[-1]) == "raise NotImplementedError"
+    with planted(file, emptied):
+        assert not is_green(line)
+
+
+@pytest.mark.parametrize("name,what,old,new", WRONG, ids=[f"{row[0]}: {row[1]}" for row in WRONG])
+def test_a_wrong_body_is_red(name, what, old, new):
+    _, file, functions, line = EXERCISES[name]
+    text = changed = (HERE / file).read_text()
+    count = 0
+    for function in functions:
+        whole = ast.get_source_segment(text, find(ast.parse(text), function))
+        changed = changed.replace(whole, whole.replace(old, new))
+        count += whole.count(old)
+    assert count == 1, f"{file} has changed: {old}"
+    with planted(file, changed):
+        assert not is_green(line), what
