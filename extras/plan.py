@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from data.files import read_json
 from run.flags import Config, Parser, fail, parse
-from schedules import SCHEDULES, actions_of, cut, placement
+from schedules import SCHEDULES, actions_of, cut, placement, splits_backward
 from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
 
 # A layout is a Config, train.py's flags. Letters are those of docs/memory.md. w: bytes of a weight
@@ -137,22 +137,31 @@ class Rank:
     def block(self):
         """What a block's forward saves, in numbers per token:
 
-            2 C                      the inputs of two columns; --sp has gathered them
-            2 C + 2 norm, 1/T by sp  the inputs of two norms, and their statistics
-            2 q + 2 kv,   1/T        queries, keys, values, result; and a number for each head
-            2 up hidden,  1/T        in and out of GELU; or gate, SiLU, other factor, product
+            2 C                     the inputs of two columns; --sp has gathered them
+            2 C + 4, 1/T by --sp    the inputs of two norms, their means and deviations; RMSNorm:
+                                    4 C + 2, because a CPU saves the normalized inputs, too
+            2 q + 2 kv, 1/T         queries, keys, values, result; and a number for each head
+            2 up hidden, 1/T        in and out of GELU; or gate, SiLU, other factor, product
 
-        Experts take whole tokens: each of k choices saves its input and output; gates before and
-        after sorting; indices of 8 bytes; the router its probabilities."""
+        Experts, with whole tokens: each choice's input, output, and output times gate; gates
+        before and after sorting; indices; the router's probabilities, and counts of a sequence.
+        A Llama: sines and cosines of all positions, for queries and for keys."""
         model, w, wide, T = self.model, self.w, self.wide, self.layout.tp
         C, k = model.n_embd, model.top_k
-        between = (2 * C + 2 * self.norm) * w / self.slices
         inside = (2 * self.q + 2 * self.kv) * w + model.n_head * wide
         mlp = 2 * self.up * self.hidden * w
+        tables = 2 * model.block_size / self.layout.cp * model.hs * w if self.norm == 1 else 0
         if not model.n_experts:
-            return self.n * (2 * C * w + between + (inside + mlp) / T)
-        routed = C * w + mlp + k * (2 * C * w + w + wide + 24) + model.n_experts * wide
-        return self.n * (C * w + between + inside / T + routed / self.slices)
+            return self.n * (2 * C * w + 2 * self.norms() + (inside + mlp) / T) + tables
+        indices = 24 if self.layout.ep * self.slices == 1 else 48
+        routed = C * wide + mlp + k * (3 * C * w + w + wide + indices) + model.n_experts * wide
+        counts = self.sequences * model.n_experts * wide
+        return (self.n * (C * w + 2 * self.norms() + inside / T + routed / self.slices) + counts
+                + tables)
+
+    def norms(self):
+        """What a norm saves of a token."""
+        return (self.model.n_embd * (3 - self.norm) + self.norm) * self.w / self.slices
 
     def kept(self):
         """What it keeps until backward: with --recompute its input."""
@@ -171,10 +180,9 @@ class Rank:
     def ends(self):
         """(the embedding's, the head's). Ids that another rank may have: row and mask. The head
         keeps the gradients that its forward has computed, of its input and of the matrix."""
-        C = self.model.n_embd
-        norm = (C + self.norm) * self.w / self.slices
-        head = self.n * (norm + C * self.w) + self.matrix * self.wide
-        return 9 * self.n * (self.layout.tp > 1), head
+        head = self.n * (self.norms() + self.model.n_embd * self.w) + self.matrix * self.wide
+        split = self.layout.tp > 1 or splits_backward(self.layout.schedule)
+        return 9 * self.n * split, head
 
     def activations(self):
         """The most along the rank's list of actions."""

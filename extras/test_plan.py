@@ -62,47 +62,46 @@ def saved_by_block(trainer, apart):
     return found if y.requires_grad else None  # keeps y, and so what is saved, until here
 
 
-def peak_of_activations(trainer, batches):
-    """A step. Returns the most bytes held for backward: after each forward and each backward, and
-    while a block is computed again."""
+def peak_and_sent(trainer, batches):
+    """A step. Returns (the most bytes held for backward: after each forward and each backward, and
+    while a block is computed again; {group: bytes sent})."""
     pipeline = trainer.pipeline
     apart = [*(flat.weights for flat in trainer.reducer.trained), trainer.positions,
              *(tensor for pair in batches for tensor in pair)]
-    block = saved_by_block(trainer, apart) if trainer.cfg.recompute else 0
     saved = Saved(apart)
-    found, in_backward = [], []
+    found, again, in_backward = [0], [0], []
     forward, backward, compute = pipeline.forward, pipeline.backward, Block.compute
 
-    def look(more=0):
+    def look(found):
         """Look at autograd's memory, and at what is deferred from I to W."""
         work = [*pipeline.weight_work.values(), pipeline.deferred or []]
-        beside = [tensor for some in work for _, *pair in some for tensor in pair]
-        found.append(saved.now(beside) + more)
+        found.append(saved.now([tensor for some in work for _, *pair in some for tensor in pair]))
 
     def watched_forward(*args):
         loss = forward(*args)
-        look()
+        look(found)
         return loss
 
     def watched_backward(*args):
         in_backward.append(True)
         backward(*args)
         in_backward.clear()
-        look()
+        look(found)
 
     def watched_compute(layer, x):
-        if in_backward:  # so again
-            look(block)
+        if in_backward:
+            look(again)
         return compute(layer, x)
 
     pipeline.forward, pipeline.backward = watched_forward, watched_backward
-    sent = {name: group.bytes_sent for name, group in trainer.mesh.groups.items()}
     with saved.hooks(), patch.object(Block, "compute", watched_compute):
         trainer.step(batches, 1e-3)
     if trainer.cfg.zero in (1, 2):
         list(trainer.reducer.whole())  # waits for the new weights, which are on their way
-    return max(found), {name: group.bytes_sent - sent.get(name, 0)
-                        for name, group in trainer.mesh.groups.items()}
+    sent = {name: group.bytes_sent for name, group in trainer.mesh.groups.items()}
+    if trainer.cfg.recompute:
+        found.append(max(again) + saved_by_block(trainer, apart))
+    return max(found), sent
 
 
 def choose_evenly(router, x):
@@ -124,7 +123,7 @@ def held_and_sent(rank, cfg):
         reducer, optimizer = trainer.reducer, trainer.optimizer
         batches = trainer.own(data.training(cfg, 0, trainer.mesh))
         trainer.own = lambda batches: batches
-        activations, sent = peak_of_activations(trainer, batches)
+        activations, sent = peak_and_sent(trainer, batches)
     flats = reducer.trained
     chunks = [*reducer.chunks.values()] if cfg.zero == 3 else []
     grads = [flat.grads for flat in flats] + [p.grad for flat in flats for p in flat.params]
@@ -143,7 +142,7 @@ def held_and_sent(rank, cfg):
     "--dp 2 --pp 2 --tp 2 --sp --zero 1 --microbatches 3 --recompute",
     "--dp 1",
     "--dp 2 --zero 2 --microbatches 3",
-    "--dp 2 --zero 3 --microbatches 3 --recompute --dtype float32",
+    "--dp 2 --zero 3 --microbatches 3 --dtype float32",
     "--tp 2 --dtype float32",
     "--tp 2 --pp 2 --microbatches 6",
     "--pp 2 --schedule interleaved --microbatches 4",
