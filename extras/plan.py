@@ -17,7 +17,7 @@ import statistics
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from operator import mul
 from pathlib import Path
 from typing import NamedTuple
@@ -98,12 +98,10 @@ class Rank:
         self.hidden = model.n_hidden if llama else 4 * model.n_embd
         self.up = 2 if llama else 1  # matrices into an MLP; the second is the gate's
         self.norm = 1 if llama else 2  # vectors of a norm
-        self.count_parameters(llama, getattr(model, "tied", True))
+        self.tied = getattr(model, "tied", True)
 
-    def count_parameters(self, llama, tied):
-        """Columns' biases are split like their outputs, rows' are whole. (A Qwen's biases, and its
-        norms of heads, are left out.)"""
-        model, x = self.model, self.layout
+        # Parameters. Columns' biases are split like their outputs, rows' are whole. (Left out: a
+        # Qwen's biases, and its norms of heads)
         C, bias = model.n_embd, not llama
         split = 2 * C * (self.q + self.kv) + bias * (self.q + 2 * self.kv)
         self.whole = 2 * self.norm * C + bias * C  # in a block, on each of T ranks
@@ -117,20 +115,21 @@ class Rank:
         self.split = split / x.tp
         self.matrix = math.ceil(model.vocab_size / x.tp) * C  # a row for each word
         matrices = self.embeddings + self.heads
-        self.matrices = self.matrix * (min(matrices, 1) if tied else matrices)
-        self.tied = tied
+        self.matrices = self.matrix * (min(matrices, 1) if self.tied else matrices)
         self.positions = self.embeddings * bias * model.block_size * C
         self.last_norm = self.heads * self.norm * C
         self.others = (self.blocks * (self.split + self.whole) + self.matrices + self.positions
                        + self.last_norm)
 
-    def states(self):
-        """[bytes of weights, of gradients, of the optimizer]."""
+    def memory(self):
+        """{what: bytes}."""
         x = self.layout
         others = bytes_per_parameter(x.zero, self.replicas, self.w)
         experts = bytes_per_parameter(x.zero, self.replicas / x.ep, self.w)
-        return [self.others * a + self.blocks * self.experts * b
-                for a, b in zip(others, experts, strict=True)]
+        states = [self.others * a + self.blocks * self.experts * b
+                  for a, b in zip(others, experts, strict=True)]
+        return dict(zip(("weights", "gradients", "optimizer", "activations", "buffers"),
+                        (*states, self.activations(), self.buffers()), strict=True))
 
     # ---- activations: bytes of a microbatch ----
 
@@ -163,12 +162,6 @@ class Rank:
         """What a norm saves of a token."""
         return (self.model.n_embd * (3 - self.norm) + self.norm) * self.w / self.slices
 
-    def kept(self):
-        """What it keeps until backward: with --recompute its input."""
-        if self.layout.recompute:
-            return self.n * self.model.n_embd * self.w / self.slices
-        return self.block()
-
     def deferred(self):
         """What a block keeps between I and W: inputs of matrices, gradients of their outputs."""
         C, T = self.model.n_embd, self.layout.tp
@@ -177,20 +170,17 @@ class Rank:
             numbers += 2 * C + (self.up + 1) * self.hidden / T
         return self.n * numbers * self.w
 
-    def ends(self):
-        """(the embedding's, the head's). Ids that another rank may have: row and mask. The head
-        keeps the gradients that its forward has computed, of its input and of the matrix."""
-        head = self.n * (self.norms() + self.model.n_embd * self.w) + self.matrix * self.wide
-        split = self.layout.tp > 1 or splits_backward(self.layout.schedule)
-        return 9 * self.n * split, head
-
     def activations(self):
         """The most along the rank's list of actions."""
-        x = self.layout
+        x, C, block = self.layout, self.model.n_embd, self.block()
+        kept = self.n * C * self.w / self.slices if x.recompute else block  # its input
+        # Where words are split: the row of each id, and is it on another rank?
+        embedding = 9 * self.n * (x.tp > 1 or splits_backward(x.schedule))
+        # The forward of the head has computed the gradients of its input and of its matrix
+        head = self.n * (self.norms() + C * self.w) + self.matrix * self.wide
         # But for GPipe more than 2 P microbatches do not raise the peak
         m = x.microbatches if x.schedule == "gpipe" else min(x.microbatches, 2 * x.pp)
-        embedding, head = self.ends()
-        each = (embedding, self.kept(), head, self.deferred(), self.block() - self.kept())
+        each = (embedding, kept, head, self.deferred(), block - kept)
         return max(sum(map(mul, held, each))
                    for held in moments(self.model, x.schedule, x.pp, m, self.rank))
 
@@ -201,11 +191,6 @@ class Rank:
         layer = max(self.split + self.whole + self.experts, self.matrices)
         layers = {2: 1, 3: 3}.get(self.layout.zero, 0)
         return self.heads * logits * (self.w + 2 * self.wide) + layers * layer * self.w
-
-    def memory(self):
-        """{what: bytes}."""
-        return dict(zip(("weights", "gradients", "optimizer", "activations", "buffers"),
-                        (*self.states(), self.activations(), self.buffers()), strict=True))
 
     # ---- messages: bytes of a step ----
 
@@ -294,17 +279,19 @@ class GPU(NamedTuple):
     nvlink: float  # to another GPU of the node, each way
     network: float  # to another node, each way
     node: int = 8  # GPUs of a node
+    share: float = 0.74  # of flops, in products and attention, masked scores counted
 
 
 GPUS = {
     "a100-40": GPU(peak_flops("a100"), 40, 1555, 300, 25),
     "a100-80": GPU(peak_flops("a100"), 80, 2039, 300, 25),
-    "h100": GPU(peak_flops("h100"), 80, 3350, 450, 50),
-    "gb200": GPU(2.45e15, 186, 8000, 900, 50, node=72),
+    "h100": GPU(peak_flops("h100"), 80, 3350, 450, 50, share=0.62),
+    "gb200": GPU(2.45e15, 186, 8000, 900, 50, node=72, share=0.62),  # share: the H100's
 }
-# Shares of these figures that programs reach: fitted to 200 published runs (Megatron-LM, arXiv
-# 2104.04473 and 2205.05198; Llama 3, 2407.21783; MosaicML's llm-foundry), none of published.txt
-SHARE = 0.8  # of flops, in products and attention; masked scores count
+# Shares of these figures that programs reach. These, `share` and MFU are fitted to 238 published
+# runs of 47 sources (Megatron-LM, arXiv 2104.04473 and 2205.05198; Llama 3, 2407.21783; MosaicML's
+# llm-foundry; ...; median error 8%), none of them a source of published.txt
+MFU = 0.44  # the median of these runs: the guess without a plan
 HBM, NVLINK, NETWORK = 0.66, 0.52, 0.65
 UNHIDDEN = 0.27  # of its own time a message costs, though compute goes on beside it
 USABLE = 0.93  # of gb: CUDA, NCCL and fragmentation take the rest
@@ -313,26 +300,16 @@ USABLE = 0.93  # of gb: CUDA, NCCL and fragmentation take the rest
 MOVED = 6.6
 
 
-def on_node(layout, axis, gpu):
-    """How many ranks of rank 0's group along an axis are on its node. mesh.py: tp is innermost."""
-    sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp // layout.ep)
-    dims = {"tp": (0,), "cp": (1,), "ep": (0, 2) if layout.sp else (2,), "pp": (3,),
-            "dp": (1, 2, 4)}[axis]
-    group = math.prod(sizes[dim] for dim in dims)
-    near = 0
-    for rank in range(min(gpu.node, math.prod(sizes))):
-        elsewhere = 0
-        for dim, size in enumerate(sizes):
-            rank, place = divmod(rank, size)
-            elsewhere += place * (dim not in dims)
-        near += elsewhere == 0
-    return near, group
-
-
 def link_seconds(layout, axis, gpu, nbytes):
-    """The messages of a rank along an axis. Between nodes, the rings of a collective use the ports
-    of all its members on a node; a ring of keys, or a pipeline, the port of one."""
-    near, group = on_node(layout, axis, gpu)
+    """A rank's messages along an axis. Between nodes the rings of a collective use the ports of all
+    its ranks on a node; a ring of keys, or a pipeline, the port of one."""
+    sizes = {"dp": layout.dp // layout.ep, "pp": layout.pp, "ep": layout.ep, "cp": layout.cp,
+             "tp": layout.tp}  # as in mesh.py, the innermost last
+    axes = {"dp": ("dp", "ep", "cp"), "ep": ("ep", "tp") if layout.sp else ("ep",)}.get(axis, axis)
+    group = math.prod(size for name, size in sizes.items() if name in axes)
+    node = islice(product(*map(range, sizes.values())), gpu.node)  # places of its ranks
+    near = sum(all(name in axes or place == 0 for name, place in zip(sizes, places, strict=True))
+               for places in node)  # ranks of rank 0's group on its node
     inside = 1e9 * NVLINK * gpu.nvlink
     port = 1e9 * NETWORK * gpu.network
     if near == group:
@@ -348,28 +325,30 @@ def exposed(messages, compute):
     return max(messages - compute, UNHIDDEN * messages)
 
 
-def compute_seconds(rank, gpu):
-    """Forward and backward of a microbatch on a Rank."""
+def compute_seconds(rank, gpu, scores):
+    """Forward and backward of a microbatch on a Rank. scores: 1 if attention has all scores in
+    memory, as in programs before FlashAttention: 5 bytes for each (arXiv 2205.05198)."""
     model, x = rank.model, rank.layout
     *_, block, head = model.layer_costs()
     passes = 3 + x.recompute  # a backward is two
     flops = rank.n / x.tp * (rank.blocks * passes * block + 3 * rank.heads * head)
-    moved = rank.blocks * rank.block() * MOVED * passes / 3
+    saved = rank.block() + scores * 5 * rank.n * model.block_size * model.n_head / x.tp
+    moved = rank.blocks * saved * MOVED * passes / 3
     moved += rank.heads * 2 * rank.n * model.vocab_size / x.tp * (rank.w + 3 * rank.wide)
     # Weights are read in each pass but that of their gradients, which are read and written
     moved += (passes + 1) * rank.w * (rank.others + rank.blocks * rank.experts)
-    return flops / (SHARE * gpu.flops) + moved / (1e9 * HBM * gpu.hbm)
+    return flops / (gpu.share * gpu.flops) + moved / (1e9 * HBM * gpu.hbm)
 
 
-def step_seconds(model, layout, gpu, v=0):
+def step_seconds(model, layout, gpu, v=0, scores=0):
     """(seconds of a step, the bubble, what the slowest pipeline rank sends). v: chunks of a rank,
     if not the schedule's. Beside compute travel keys and values, the pipeline's activations, the
     gradients of the last microbatch (ZeRO-2, 3: all messages of all). Compute waits for tp and ep.
     """
     m = layout.microbatches
     ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
-    slowest = max(ranks, key=lambda rank: compute_seconds(rank, gpu))
-    each = compute_seconds(slowest, gpu)
+    slowest = max(ranks, key=lambda rank: compute_seconds(rank, gpu, scores))
+    each = compute_seconds(slowest, gpu, scores)
     sent = slowest.messages()
     seconds = {axis: link_seconds(layout, axis, gpu, nbytes) for axis, nbytes in sent.items()}
     pipeline = m * each + seconds["tp"] + seconds["ep"]
@@ -378,7 +357,7 @@ def step_seconds(model, layout, gpu, v=0):
     rounds = m * (3 if layout.schedule == "zb-h1" else v or SCHEDULES[layout.schedule].chunks)
     bubble = (layout.pp - 1) / (rounds + layout.pp - 1)
     # AdamW reads and writes its states, reads gradients, writes weights
-    optimizer = 2.5 * slowest.states()[2] / (1e9 * HBM * gpu.hbm)
+    optimizer = 2.5 * slowest.memory()["optimizer"] / (1e9 * HBM * gpu.hbm)
     data = exposed(seconds["dp"], m * each if layout.zero >= 2 else each)
     return pipeline / (1 - bubble) + data + optimizer, bubble, sent
 
@@ -466,47 +445,47 @@ def published():
     """Print the runs of published.txt, our seconds, and those of one MFU for all runs."""
     rows = []
     for line in Path(__file__).with_name("published.txt").read_text().splitlines():
-        if not line or line.startswith("#"):
+        if line.startswith("#"):
             continue
-        name, gpus, gpu, batch, S, tp, pp, cp, ep, zero, v, b, again, seconds, source = (
-            line.split(maxsplit=14))
+        name, gpu, tp, seconds, again, *numbers, source = line.split(maxsplit=15)
+        gpus, batch, S, pp, cp, ep, zero, v, b, scores = map(int, numbers)
         card, _, network = gpu.partition("@")
         gpu = GPUS[card]._replace(**{"network": float(network)} if network else {})
-        gpus, batch, pp, cp, v = map(int, (gpus, batch, pp, cp, v))
-        dp = gpus // (int(tp.rstrip("s")) * pp * cp)
-        model = replace(model_of(name), block_size=int(S))
-        layout = Config(dp=dp, tp=int(tp.rstrip("s")), pp=pp, cp=cp, ep=int(ep), sp="s" in tp,
-                        zero=int(zero), schedule="interleaved" if v > 1 else "1f1b",
-                        microbatches=batch // (dp * int(b)), recompute=float(again),
-                        batch_size=batch, dtype="bfloat16")
-        ours, *_ = step_seconds(model, layout, gpu, v)
-        ideal = flops_of(model, batch * int(S)) / (gpus * gpu.flops)
+        T = int(tp.rstrip("s"))
+        dp = gpus // (T * pp * cp)
+        model = replace(model_of(name), block_size=S)
+        layout = Config(dp=dp, tp=T, pp=pp, cp=cp, ep=ep, sp="s" in tp, zero=zero,
+                        schedule="interleaved" if v > 1 else "1f1b", batch_size=batch,
+                        microbatches=batch // (dp * b), recompute=float(again), dtype="bfloat16")
+        ours, *_ = step_seconds(model, layout, gpu, v, scores)
+        ideal = flops_of(model, batch * S) / (gpus * gpu.flops)
         rows.append((source, float(seconds), ours, ideal, bool(model.n_experts)))
-    mfu = statistics.median(ideal / seconds for _, seconds, _, ideal, _ in rows)
-    print(f"{'published run':44} seconds     plan  error   MFU   at {mfu:.0%}  error")
+    print(f"{'published run':42} seconds     plan  error    MFU  at {MFU:.0%}  error")
     for source, seconds, ours, ideal, _ in rows:
-        print(f"{source:44} {seconds:7.2f} {ours:8.2f} {ours / seconds - 1:+6.0%} "
-              f"{ideal / seconds:5.0%} {ideal / mfu:8.2f} {ideal / mfu / seconds - 1:+6.0%}")
-    for words, chosen in (("dense", [row for row in rows if not row[4]]),
-                          ("mixtures", [row for row in rows if row[4]]), ("all", rows)):
-        errors = [(abs(ours / seconds - 1), abs(ideal / mfu / seconds - 1))
-                  for _, seconds, ours, ideal, _ in chosen]
-        plan, guess = map(statistics.median, zip(*errors, strict=True))
-        print(f"median error, {len(chosen)} {words}: plan {plan:.0%}, one MFU {guess:.0%}")
-    print(f"({mfu:.0%} is the median of these very rows. Nothing of the plan is fitted to them.)")
+        print(f"{source:42} {seconds:7.2f} {ours:8.2f} {ours / seconds - 1:+6.0%} "
+              f"{ideal / seconds:6.0%} {ideal / MFU:7.2f} {ideal / MFU / seconds - 1:+6.0%}")
+    own = statistics.median(ideal / seconds for _, seconds, _, ideal, _ in rows)
+    for words, mixtures in (("dense", False), ("mixtures", True)):
+        seconds, ours, ideal = zip(*(row[1:4] for row in rows if row[4] == mixtures), strict=True)
+        plan, guess, hindsight = (
+            statistics.median(abs(b / a - 1) for a, b in zip(seconds, predicted, strict=True))
+            for predicted in (ours, [t / MFU for t in ideal], [t / own for t in ideal]))
+        print(f"median error, {len(seconds)} {words}: plan {plan:.0%}, one MFU {guess:.0%} "
+              f"({hindsight:.0%} in hindsight, at {own:.0%}, the median of all {len(rows)})")
 
 
 # ---- the screen ----
 
+ROWS = 20
 HEAD = ("  dp tp pp cp ep zero schedule       m  b again | GB held: w    g  opt  act  buf  all | "
         "GB sent: tp    cp    ep    pp    dp | bubble seconds MFU")
 
 
-def show(model, gpus, gpu, batch_size, rows):
+def show(model, gpus, gpu, batch_size):
     tokens = batch_size * model.block_size
     whole = Rank(model, Config(dp=1, microbatches=1), 0)
     print(f"{(whole.others + whole.blocks * whole.experts) / 1e9:.1f}e9 parameters, {tokens:,} "
-          f"tokens per step, sequences of {model.block_size}, 16 bits. Reached: {SHARE:.0%} of "
+          f"tokens per step, sequences of {model.block_size}, 16 bits. Reached: {gpu.share:.0%} of "
           f"{gpu.flops / 1e12:.0f} TFLOP/s,\n{HBM:.0%} of memory's {gpu.hbm} GB/s, {NVLINK:.0%} of "
           f"NVLink's {gpu.nvlink}, {NETWORK:.0%} of the network's {gpu.network}; "
           f"{USABLE:.0%} of {gpu.gb} GB can be filled\n")
@@ -517,7 +496,7 @@ def show(model, gpus, gpu, batch_size, rows):
         best.setdefault((x.dp, x.tp, x.pp, x.cp, x.ep), row)
         by_stages.setdefault(x.pp, row)
     print(HEAD)
-    for seconds, x, held, bubble, sent in [*best.values()][:rows]:
+    for seconds, x, held, bubble, sent in [*best.values()][:ROWS]:
         held = [*held.values()]
         mfu = flops_of(model, tokens) / (gpus * gpu.flops * seconds)
         print(f"{x.dp:4} {x.tp:2} {x.pp:2} {x.cp:2} {x.ep:2} {x.zero:4} {x.schedule:11}"
@@ -528,7 +507,7 @@ def show(model, gpus, gpu, batch_size, rows):
               + f" | {bubble:6.1%} {seconds:7.2f} {mfu:3.0%}")
     print(f"\nof {len(found) + len(too_large)} layouts {len(too_large)} do not fit (they take "
           f"{min(too_large, default=0) / 1e9:.0f} GB or more), {len(found) - len(best)} are slower "
-          f"than another one of the same ranks, {max(0, len(best) - rows)} slower than these rows")
+          f"than another one of the same ranks, {max(0, len(best) - ROWS)} slower than these rows")
     # Alpa (arXiv 2201.12023): how to split between operators, and how within? Our blocks are all
     # alike, so all stages are split alike, and P is the only choice between operators
     print("between operators pp, within them dp x tp: " + "; ".join(
@@ -546,11 +525,10 @@ def main():
     parser.add_argument("--gpu", choices=GPUS, default="h100")
     parser.add_argument("--batch-size", type=int, default=1536, help="sequences of a step")
     parser.add_argument("--block-size", type=int, default=0, help="tokens of a sequence")
-    parser.add_argument("--rows", type=int, default=20)
     args = parser.parse_args()
     model = model_of(args.model)
     model = replace(model, block_size=args.block_size or model.block_size)
-    show(model, args.gpus, GPUS[args.gpu], args.batch_size, args.rows)
+    show(model, args.gpus, GPUS[args.gpu], args.batch_size)
 
 
 if __name__ == "__main__":
