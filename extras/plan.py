@@ -288,15 +288,15 @@ GPUS = {
     "h100": GPU(peak_flops("h100"), 80, 3350, 450, 50, share=0.62),
     "gb200": GPU(2.45e15, 186, 8000, 900, 50, node=72, share=0.62),  # share: the H100's
 }
-# Shares of these figures that programs reach. These, `share` and MFU are fitted to 238 published
-# runs of 47 sources (Megatron-LM, arXiv 2104.04473 and 2205.05198; Llama 3, 2407.21783; MosaicML's
-# llm-foundry; ...; median error 8%), none of them a source of published.txt
+# Shares of these figures that programs reach: with `share` and MFU fitted to 238 published runs of
+# 47 sources (Megatron-LM, arXiv 2104.04473 and 2205.05198; Llama 3, 2407.21783; MosaicML's
+# llm-foundry; ...), with a median error of 8%. None of these runs is in published.txt
 MFU = 0.44  # the median of these runs: the guess without a plan
 HBM, NVLINK, NETWORK = 0.66, 0.52, 0.65
 UNHIDDEN = 0.27  # of its own time a message costs, though compute goes on beside it
 USABLE = 0.93  # of gb: CUDA, NCCL and fragmentation take the rest
-# Bytes that kernels read and write in forward and backward, for each byte saved. A GPT's block
-# saves 16 C numbers per token, and moves 38 C in each of three passes, all kernels counted
+# Bytes that kernels read and write in forward and backward, for each byte saved. Per token a GPT's
+# block saves 16 C numbers, and moves 38 C in each of three passes: 7.1; a Llama's 20 C, 40 C: 6
 MOVED = 6.6
 
 
@@ -305,7 +305,11 @@ def link_seconds(layout, axis, gpu, nbytes):
     its ranks on a node; a ring of keys, or a pipeline, the port of one."""
     sizes = {"dp": layout.dp // layout.ep, "pp": layout.pp, "ep": layout.ep, "cp": layout.cp,
              "tp": layout.tp}  # as in mesh.py, the innermost last
-    axes = {"dp": ("dp", "ep", "cp"), "ep": ("ep", "tp") if layout.sp else ("ep",)}.get(axis, axis)
+    axes = [axis]
+    if axis == "dp":
+        axes = ["dp", "ep", "cp"]
+    elif axis == "ep" and layout.sp:
+        axes = ["ep", "tp"]
     group = math.prod(size for name, size in sizes.items() if name in axes)
     node = islice(product(*map(range, sizes.values())), gpu.node)  # places of its ranks
     near = sum(all(name in axes or place == 0 for name, place in zip(sizes, places, strict=True))
