@@ -420,12 +420,14 @@ def model_of(words):
     head width, experts, experts per token."""
     words = MODELS.get(words, words)
     if Path(words, "config.json").is_file():
-        vocabulary = read_json(Path(words, "config.json"))["vocab_size"]
-        return config_of(parse(["--init-from", words]), vocabulary)
-    try:
-        L, heads, C, V, *llama = map(int, words.split(","))
-    except ValueError:
-        fail(f"--model {words} must be a folder with a config.json, or {', '.join(MODELS)}")
+        given = read_json(Path(words, "config.json"))
+        model = config_of(parse(["--init-from", words]), given["vocab_size"])
+        longest = given.get("max_position_embeddings", model.block_size)
+        return replace(model, block_size=min(longest, 4096))
+    if not words.replace(",", "").isdigit():
+        raise ValueError(f"--model {words} must be a folder with a config.json, or one of "
+                         f"{', '.join(MODELS)}")
+    L, heads, C, V, *llama = map(int, words.split(","))
     if not llama:
         return GPTConfig(V, 2048, L, heads, C)
     width, kv_heads, head_dim, experts, k = (*llama, 0, 0, 1)[:5]
@@ -530,7 +532,10 @@ def main():
     parser.add_argument("--batch-size", type=int, default=1536, help="sequences of a step")
     parser.add_argument("--block-size", type=int, default=0, help="tokens of a sequence")
     args = parser.parse_args()
-    model = model_of(args.model)
+    try:
+        model = model_of(args.model)
+    except ValueError as error:
+        fail(error)
     model = replace(model, block_size=args.block_size or model.block_size)
     show(model, args.gpus, GPUS[args.gpu], args.batch_size)
 
