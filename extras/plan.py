@@ -17,7 +17,7 @@ import statistics
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import islice, product
+from itertools import product
 from operator import mul
 from pathlib import Path
 from typing import NamedTuple
@@ -303,20 +303,16 @@ MOVED = 6.6
 def link_seconds(layout, axis, gpu, nbytes):
     """A rank's messages along an axis. Between nodes the rings of a collective use the ports of all
     its ranks on a node; a ring of keys, or a pipeline, the port of one."""
-    sizes = {"dp": layout.dp // layout.ep, "pp": layout.pp, "ep": layout.ep, "cp": layout.cp,
-             "tp": layout.tp}  # as in mesh.py, the innermost last
-    axes = [axis]
-    if axis == "dp":
-        axes = ["dp", "ep", "cp"]
-    elif axis == "ep" and layout.sp:
-        axes = ["ep", "tp"]
-    group = math.prod(size for name, size in sizes.items() if name in axes)
-    node = islice(product(*map(range, sizes.values())), gpu.node)  # places of its ranks
-    near = sum(all(name in axes or place == 0 for name, place in zip(sizes, places, strict=True))
-               for places in node)  # ranks of rank 0's group on its node
+    T, N, E, P, node = layout.tp, layout.cp, layout.ep, layout.pp, gpu.node
+    slices = T if layout.sp else 1
+    # (ranks of a group, those on a node: mesh.py lays out tp innermost, then cp, ep, pp)
+    group, near = {"tp": (T, node), "cp": (N, node // T),
+                   "ep": (E * slices, node // (T * N) * slices), "pp": (P, node // (T * N * E)),
+                   "dp": (layout.dp * N, max(node // (T * P), min(N * E, node // T)))}[axis]
+    near = max(1, min(near, group))
     inside = 1e9 * NVLINK * gpu.nvlink
     port = 1e9 * NETWORK * gpu.network
-    if near == group:
+    if near == group:  # also alone
         return nbytes / inside
     if axis == "ep":  # a part to each rank, to near and far ones at once
         far = nbytes * (group - near) / (group - 1)
