@@ -449,18 +449,15 @@ def published():
     for line in Path(__file__).with_name("published.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
-        name, gpu, tp, seconds, again, *numbers, source = line.split(maxsplit=15)
-        gpus, batch, S, pp, cp, ep, zero, v, b, scores = map(int, numbers)
+        name, gpu, seconds, v, scores, again, words, source = map(str.strip, line.split("|"))
         card, _, network = gpu.partition("@")
         gpu = GPUS[card]._replace(**{"network": float(network)} if network else {})
-        T = int(tp.rstrip("s"))
-        dp = gpus // (T * pp * cp)
-        model = replace(model_of(name), block_size=S)
-        layout = Config(dp=dp, tp=T, pp=pp, cp=cp, ep=ep, sp="s" in tp, zero=zero,
-                        schedule="interleaved" if v > 1 else "1f1b", batch_size=batch,
-                        microbatches=batch // (dp * b), recompute=float(again), dtype="bfloat16")
-        ours, *_ = step_seconds(model, layout, gpu, v, scores)
-        ideal = flops_of(model, batch * S) / (gpus * gpu.flops)
+        layout = parse(["--dtype", "bfloat16", *words.split()])
+        layout.recompute = float(again)
+        model = replace(model_of(name), block_size=layout.block_size)
+        ours, *_ = step_seconds(model, layout, gpu, int(v), int(scores))
+        gpus = layout.dp * layout.tp * layout.pp * layout.cp
+        ideal = flops_of(model, layout.batch_size * layout.block_size) / (gpus * gpu.flops)
         rows.append((source, float(seconds), ours, ideal, bool(model.n_experts)))
     print(f"{'published run':42} seconds     plan  error    MFU  at {MFU:.0%}  error")
     for source, seconds, ours, ideal, _ in rows:
