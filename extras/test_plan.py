@@ -141,7 +141,8 @@ def held_and_sent(rank, cfg):
 
 
 @pytest.mark.parametrize("words", [
-    "--dp 2 --pp 2 --tp 2 --sp --zero 1 --microbatches 3 --recompute",
+    "--pp 2 --tp 2 --sp --microbatches 3 --recompute",
+    "--dp 2 --tp 2 --sp --zero 1 --microbatches 3 --recompute",
     "--dp 1",
     "--dp 2 --zero 2 --microbatches 3",
     "--dp 2 --zero 3 --microbatches 3 --dtype float32",
