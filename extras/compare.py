@@ -95,29 +95,33 @@ NOTHING = Fit(FITS_NONE, "")
 
 
 def sizes_of(one, ranks):
-    """{size: its name} of OTHER's layout, of products of two of its sizes, and of the batch."""
-    layout = {name: size for saved in ranks.values() for name, size in saved["layout"].items()}
+    """{size: its names} of OTHER's layout, of products of two of its sizes, and of the batch."""
+    layout = {name: size for saved in ranks.values() for name, size in saved["layout"].items()
+              if size > 1}
     named = [*layout.items()]
-    named += [(f"{a} x {b}", layout[a] * layout[b]) for a, b in combinations(layout, 2)
-              if min(layout[a], layout[b]) > 1]
+    named += [(f"{a} x {b}", layout[a] * layout[b]) for a, b in combinations(layout, 2)]
     if one["tokens"]:
         ids = one["tokens"][0]
         named += [("sequences", len(ids)), ("tokens", ids.numel())]
     found = {}
     for name, size in named:
-        if size > 1:
-            found[size] = f"{found[size]} = {name}" if size in found else f"{size} = {name}"
+        found[size] = f"{found[size]} = {name}" if size in found else f"{size} = {name}"
     return found
 
 
-def causes_of_factor(factor, sizes, slack=1e-6):
-    """The rows of the table that a factor fits, joined; "" if none does."""
-    rows = [(0.0, "no gradient arrives"), (-1.0, "the sign is wrong"), (2.0, "summed twice")]
+def factors(sizes):
+    """{words: factor} of the table."""
+    rows = {"no gradient arrives": 0, "the sign is wrong": -1, "summed twice": 2}
     for size, name in sizes.items():
-        rows.append((size, f"{name}: each of them counts the whole, or it was not divided by them"))
-        rows.append((1 / size, f"{name}: divided by them (averaged) once too often"))
-    return " or ".join(words for value, words in rows
-                       if abs(factor - value) <= slack * max(1.0, abs(value)))
+        rows[f"{name}: each of them counts the whole, or it was not divided by them"] = size
+        rows[f"{name}: divided by them (averaged) once too often"] = 1 / size
+    return rows
+
+
+def fitting(got, rows, tolerance):
+    """The words of the rows {words: number} that a number fits, joined; "" if none does."""
+    return " or ".join(words for words, number in rows.items()
+                       if abs(got - number) <= tolerance * abs(number))
 
 
 # ---- which weights of which terms add up to a tensor ----
@@ -149,7 +153,7 @@ def counts(got, want, columns, tolerance):
             distinct[label] = column
     right = distinct and solve(want, distinct, tolerance)
     found = right and solve(got, distinct, tolerance)
-    slack = min(100 * tolerance, 0.1)
+    slack = math.sqrt(tolerance)
     if not found or min(map(abs, right.values())) < slack:
         return None
     ratios = {label: found[label] / right[label] for label in distinct}
@@ -161,29 +165,29 @@ def counts(got, want, columns, tolerance):
 def fit_of_terms(ratios, rank):
     """The Fit of a gradient of this rank that counts its terms, {(whose, microbatch): how often},
     not all alike."""
-    owners = sorted({owner for owner, _ in ratios}, key=str)
-    rows = {owner: [ratio for (whose, _), ratio in ratios.items() if whose == owner]
-            for owner in owners}
-    words = {owner: " ".join(f"{ratio:.4g}" for ratio in row) for owner, row in rows.items()}
-    of_others = [ratio for owner in owners if owner != rank for ratio in rows[owner]]
-    if rank in owners and of_others and not any(of_others):
+    rows = {}  # whose -> how often, of each microbatch
+    for (whose, _), ratio in ratios.items():
+        rows.setdefault(whose, []).append(f"{ratio:.4g}")
+    words = {whose: " ".join(row) for whose, row in rows.items()}
+    others = [ratio for (whose, _), ratio in ratios.items() if whose != rank]
+    if others and not any(others):
         return Fit(f"has this rank's terms only, {words[rank]} times", "not summed over the ranks")
     if len(set(words.values())) == 1:
-        return Fit(f"counts the microbatches {words[owners[0]]} times",
-                   "each has to count once")
-    return Fit("; ".join(f"counts the terms of {owner} {words[owner]} times" for owner in owners),
+        return Fit(f"counts the microbatches {words.popitem()[1]} times", "each has to count once")
+    return Fit("; ".join(f"counts {whose}'s terms {words[whose]} times" for whose in sorted(words)),
                "each has to count once")
 
 
 def explain_gradient(got, want, columns, rank, sizes, tolerance):
     """The Fit of a gradient of this rank. columns: its terms, {(whose, microbatch): vector}"""
+    slack = math.sqrt(tolerance)
     for terms in (columns, {(rank, 0): want}):
         ratios = counts(got, want, terms, tolerance)
         if ratios:
             least, most = min(ratios.values()), max(ratios.values())
-            if most - least > 1e-6 * max(abs(least), abs(most)):
+            if most - least > slack * max(abs(least), abs(most)):
                 return fit_of_terms(ratios, rank)
-            return Fit(f"{most:.6g} times ONE's", causes_of_factor(most, sizes))
+            return Fit(f"{most:.6g} times ONE's", fitting(most, factors(sizes), slack))
     return NOTHING
 
 
@@ -191,16 +195,15 @@ def explain_step(got, want, before, tolerance):
     """The Fit of a weight after a step that was `before` before the step."""
     ratios = counts(got, want, {"before": before, "step": want - before}, tolerance) or {}
     decay, step = ratios.get("before", 1), ratios.get("step", 1)
-    if decay == 1 and step == 0:
-        return Fit("the weight before the step", "not stepped, or the new weight was not sent")
     if decay == 1 and step != 1:
-        return Fit(f"a step {step:.6g} times ONE's", "another learning rate")
+        cause = "another learning rate" if step else "not stepped, or the new weight was not sent"
+        return Fit(f"a step {step:.6g} times ONE's", cause)
     if decay != 1 and step == 1:
         return Fit(f"off by {decay - 1:.3g} times the weight before", "another weight decay")
     return NOTHING
 
 
-# ---- tensors ----
+# ---- checks: each returns the lines that say how OTHER differs, none if it is equal ----
 
 
 def pieces(full, dim, ranges):
@@ -214,40 +217,35 @@ def cut(saved, dim, ranges):
     return (torch.cat(parts, dim) if ranges else parts[0]).flatten()
 
 
-def missing(kind, one, ranks):
-    """Lines about tensors, or elements of them, that only one side has."""
+def check_presence(kind, one, ranks):
+    """Has each tensor, and each of its elements, a rank that holds it?"""
     lines = []
     absent = {name: torch.ones_like(full, dtype=torch.bool)
               for name, (full, *_) in one[kind].items()}
     for rank, saved in ranks.items():
-        for name, (_, dim, ranges) in saved[kind].items():
-            if name not in absent:
-                lines.append(f"{name} on rank {rank} is not in ONE")
+        for name, (tensor, *where) in saved[kind].items():
+            if name not in absent or tensor.numel() != cut(one[kind][name], *where).numel():
+                lines.append(f"{name} on rank {rank}: ONE has no such tensor, or another shape")
                 continue
-            for piece in pieces(absent[name], dim, ranges):
+            for piece in pieces(absent[name], *where):
                 piece.fill_(False)
     return lines + [f"{name}: no rank has {int(elements.sum())} of its {elements.numel()} elements"
                     for name, elements in absent.items() if elements.any()]
 
 
-def differing(kind, one, ranks, explain):
-    """Lines about the tensors that differ. explain(name, rank, got, want, tolerance): its Fit."""
-    lines = missing(kind, one, ranks)
+def check_tensors(kind, one, ranks, explain):
+    """explain(name, rank, got, want, tolerance): the Fit of a tensor that differs."""
+    lines = check_presence(kind, one, ranks)
     if lines:
         return lines
     largest = max(full.abs().max().item() for full, *_ in one[kind].values())
     alike = {}  # Fit -> {(name, rank): the largest difference, in parts of the largest number}
     for rank, saved in ranks.items():
         for name, (tensor, *where) in saved[kind].items():
-            want = cut(one[kind][name], *where)
-            got = tensor.double().flatten()
-            if got.numel() != want.numel():
-                return [f"{name} on rank {rank}: {tensor.shape} is no slice of ONE's"]
-            if got.numel() == 0:
-                continue
+            got, want = tensor.double().flatten(), cut(one[kind][name], *where)
             tolerance = TOLERANCE.get(tensor.dtype, COARSE)
-            size = max(want.abs().max().item(), 1e-3 * largest)
-            error = (got - want).abs().max().item() / size
+            size = max(want.norm(p=math.inf).item(), 1e-3 * largest)
+            error = (got - want).norm(p=math.inf).item() / size
             if not error <= tolerance:  # a nan is not
                 fit = explain(name, rank, got, want, tolerance)
                 alike.setdefault(fit, {})[name, rank] = error
@@ -266,11 +264,32 @@ def differing(kind, one, ranks, explain):
     return lines
 
 
-# ---- stages: each returns the lines that say how OTHER differs, none if it is equal ----
+def check_step(one, ranks, before):
+    """Weights. before: ONE's before the step; None: these are the initial ones."""
+    def explain(name, rank, got, want, tolerance):
+        if before is None:
+            return NOTHING
+        old = cut(before[name], *ranks[rank]["weights"][name][1:])
+        return explain_step(got, want, old, tolerance)
+
+    return check_tensors("weights", one, ranks, explain)
 
 
-def check_initial_weights(one, ranks):
-    return differing("weights", one, ranks, lambda *_: NOTHING)
+def check_gradients(one, ranks):
+    def explain(name, rank, got, want, tolerance):
+        where = ranks[rank]["gradients"][name][1:]
+        columns = {}
+        for other in sorted(ranks, key=lambda other: other != rank):  # its own first
+            for k, term in enumerate(ranks[other]["terms"]):
+                if name in term and term[name][1:] == where:
+                    columns[f"rank {other}", k] = term[name][0].double().flatten()
+        if not columns:
+            columns = {("ONE", k): cut(term[name], *where)
+                       for k, term in enumerate(one["terms"]) if name in term}
+        return explain_gradient(got, want, columns, f"rank {rank}", sizes, tolerance)
+
+    sizes = sizes_of(one, ranks)
+    return check_tensors("gradients", one, ranks, explain)
 
 
 def check_tokens(one, ranks):
@@ -295,81 +314,45 @@ def check_tokens(one, ranks):
     return [f"sequences {lost} of ONE are on no rank"] if lost else []
 
 
-def wrong_numbers(kind, want, one, ranks):
-    """({rank: number} that the ranks have of this kind, those of them that are not `want`, a
-    function: is this number that one?)"""
+def check_number(kind, want, one, ranks, rows):
+    """rows(rank, got): {words of the table: what the number would be}"""
     tolerance = max(TOLERANCE.get(full.dtype, COARSE) for full, *_ in one["gradients"].values())
-    given = {rank: saved[kind] for rank, saved in ranks.items() if saved[kind] is not None}
-
-    def near(a, b):
-        return abs(a - b) <= tolerance * abs(b)  # a nan is not
-
-    return given, {rank: got for rank, got in given.items() if not near(got, want)}, near
+    for rank, saved in ranks.items():
+        got = saved[kind]
+        if got is not None and not abs(got - want) <= tolerance * abs(want):  # a nan is not
+            cause = fitting(got, rows(rank, got), tolerance) or FITS_NONE
+            return [f"{got:.10g} on rank {rank}, not {want:.10g}: {cause}"]
+    return []
 
 
 def check_loss(one, ranks):
+    def rows(rank, got):
+        given = [saved["loss"] for saved in ranks.values() if saved["loss"] is not None]
+        others = sum(given) - got
+        return {"a rank's own share: the sum of all ranks is ONE's": want - others,
+                "a rank's own mean: the mean of all ranks is ONE's": len(given) * want - others,
+                **{words: factor * want for words, factor in factors(sizes_of(one, ranks)).items()}}
+
     want = one["loss"]
-    given, wrong, near = wrong_numbers("loss", want, one, ranks)
-    if not wrong:
-        return []
-    rank, got = next(iter(wrong.items()))
-    cause = FITS_NONE
-    if near(sum(given.values()), want):
-        cause = "a rank's own share: the sum of all ranks is ONE's"
-    elif near(sum(given.values()) / len(given), want):
-        cause = "a rank's own mean: the mean of all ranks is ONE's"
-    elif all(near(other, got) for other in wrong.values()):
-        cause = causes_of_factor(got / want, sizes_of(one, ranks)) or FITS_NONE
-    return [f"{got:.10g} on rank {rank}, not {want:.10g}: {cause}"]
-
-
-def check_gradients(one, ranks):
-    def explain(name, rank, got, want, tolerance):
-        where = ranks[rank]["gradients"][name][1:]
-        columns = {}
-        for other in sorted(ranks, key=lambda other: other != rank):  # its own first
-            for k, term in enumerate(ranks[other]["terms"]):
-                if name in term and term[name][1:] == where:
-                    columns[other, k] = term[name][0].double().flatten()
-        if not columns:
-            columns = {("ONE", k): cut(term[name], *where)
-                       for k, term in enumerate(one["terms"]) if name in term}
-        return explain_gradient(got, want, columns, rank, sizes, tolerance)
-
-    sizes = sizes_of(one, ranks)
-    return differing("gradients", one, ranks, explain)
-
-
-def square_of(saved):
-    return sum(grad.double().square().sum().item() for grad, *_ in saved["gradients"].values())
+    return check_number("loss", want, one, ranks, rows)
 
 
 def check_norm(one, ranks):
-    """The gradients are equal: so the right norm is that of ONE's."""
-    square = square_of(one)
-    _, wrong, near = wrong_numbers("norm", math.sqrt(square), one, ranks)
-    if not wrong:
-        return []
-    rank, got = next(iter(wrong.items()))
-    copies = sum(map(square_of, ranks.values()))  # of every rank
-    rows = {"of this rank's own tensors": square_of(ranks[rank]),
-            "each rank with a copy counts it": copies}
-    for size, name in sizes_of(one, ranks).items():
-        rows[f"each rank with a copy counts it, but for {name}"] = copies / size
-        rows[f"squares count {size} times, {name}"] = square * size
-        rows[f"squares count 1/{size}, {name}"] = square / size
-    causes = [words for words, row in rows.items() if near(got, math.sqrt(row))]
-    return [f"{got:.10g} on rank {rank}, not {math.sqrt(square):.10g}: "
-            + (" or ".join(causes) or FITS_NONE)]
+    """The gradients are equal, so the right norm is that of ONE's."""
+    def square_of(saved):
+        return sum(grad.double().square().sum().item() for grad, *_ in saved["gradients"].values())
 
+    def rows(rank, got):
+        copies = sum(map(square_of, ranks.values()))
+        found = {"of this rank's own tensors": square_of(ranks[rank]),
+                 "each rank with a copy counts it": copies}
+        for size, name in sizes_of(one, ranks).items():
+            found[f"each rank with a copy counts it, but for {name}"] = copies / size
+            found[f"squares count {size} times, {name}"] = square_of(one) * size
+            found[f"squares count 1/{size}, {name}"] = square_of(one) / size
+        return {words: math.sqrt(square) for words, square in found.items()}
 
-def check_step(one, ranks, before):
-    """The weights after a step. before: ONE's before the step."""
-    def explain(name, rank, got, want, tolerance):
-        old = cut(before[name], *ranks[rank]["weights"][name][1:])
-        return explain_step(got, want, old, tolerance)
-
-    return differing("weights", one, ranks, explain)
+    return check_number("norm", math.sqrt(square_of(one)), one, ranks, rows)
 
 
 # ---- compare ----
@@ -378,17 +361,14 @@ def check_step(one, ranks, before):
 def compare(one_run, other_run):
     """Yields (what, the lines that say how it differs), in the order of the docstring, and ends
     with what differs first; after a loss that differs come the gradients, which tell more."""
-    before = None  # ONE's record of the step before
+    before = None  # ONE's weights before the step
     for step in sorted(one_run.keys() & other_run.keys()):
         (one,), ranks = one_run[step].values(), other_run[step]
-        if before is None:
-            what, lines = "initial weights", check_initial_weights(one, ranks)
-        else:
-            what, lines = f"step {step - 1} weights", check_step(one, ranks, before["weights"])
-        yield what, lines
+        lines = check_step(one, ranks, before)
+        yield "initial weights" if before is None else f"step {step - 1} weights", lines
         if lines or not one["gradients"]:  # none: the record after the last step
             return
-        before = one
+        before = one["weights"]
         found = []
         for name, check in (("tokens", check_tokens), ("loss", check_loss),
                             ("gradients", check_gradients), ("norm", check_norm)):
@@ -403,9 +383,9 @@ def report(one, other):
     """Print the comparison of two folders. Returns whether all is equal."""
     differs = []
     for what, lines in compare(load(one), load(other)):
-        print(f"{what:18} " + "\n    ".join(["DIFFERS: " + lines[0], *lines[1:]] if lines
-                                           else ["equal"]))
-        differs += [what] * bool(lines)
+        print(f"{what:18} " + ("DIFFERS: " + "\n    ".join(lines) if lines else "equal"))
+        if lines:
+            differs.append(what)
     print(f"first difference: {differs[0]}" if differs else "equal")
     return not differs
 
