@@ -166,15 +166,16 @@ def fit_of_terms(ratios, rank):
     """The Fit of a gradient of this rank that counts its terms, {(whose, microbatch): how often},
     not all alike."""
     rows = {}  # whose -> how often, of each microbatch
-    for (whose, _), ratio in ratios.items():
+    for (whose, _), ratio in sorted(ratios.items()):
         rows.setdefault(whose, []).append(f"{ratio:.4g}")
     words = {whose: " ".join(row) for whose, row in rows.items()}
     others = [ratio for (whose, _), ratio in ratios.items() if whose != rank]
     if others and not any(others):
-        return Fit(f"has this rank's terms only, {words[rank]} times", "not summed over the ranks")
-    if len(set(words.values())) == 1:
-        return Fit(f"counts the microbatches {words.popitem()[1]} times", "each has to count once")
-    return Fit("; ".join(f"counts {whose}'s terms {words[whose]} times" for whose in sorted(words)),
+        times = "" if {*rows[rank]} == {"1"} else f", {words[rank]} times"
+        return Fit(f"this rank's own terms only{times}", "not summed over the ranks")
+    if len({*words.values()}) == 1:
+        return Fit(f"microbatches count {words[whose]} times", "each has to count once")
+    return Fit("terms count " + ", ".join(f"{whose}: {words[whose]}" for whose in words) + " times",
                "each has to count once")
 
 
@@ -252,15 +253,17 @@ def check_tensors(kind, one, ranks, explain):
     # One that fits none may be the cause of the others: then facts, but no causes
     known = all(fit.cause for fit in alike)
     for fit, errors in alike.items():
-        on = sorted({rank for _, rank in errors})
+        names = {name for name, _ in errors}
         kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in errors)
+        on = sorted({rank for _, rank in errors})
         (first, rank), error = next(iter(errors.items()))
         lines += [f"{fit.fact}: {fit.cause}" if known else fit.fact,
-                  f"    on ranks {' '.join(map(str, on))}: {' '.join(kinds)}",
-                  f"    first {first} on rank {rank}, off by {error:.1e} of its largest number"]
+                  f"    {'all' if len(names) == len(one[kind]) else ' '.join(kinds)}",
+                  f"    on ranks {' '.join(map(str, on))}; {first} on rank {rank} is off by "
+                  f"{error:.1e} of its largest number"]
     if lines:
-        differ = len({name for errors in alike.values() for name, _ in errors})
-        lines.insert(0, f"{differ} of {len(one[kind])}" + ("" if known else f", {FITS_NONE}"))
+        differ = {name for errors in alike.values() for name, _ in errors}
+        lines.insert(0, f"{len(differ)} of {len(one[kind])}" + ("" if known else f": {FITS_NONE}"))
     return lines
 
 
@@ -344,15 +347,18 @@ def check_norm(one, ranks):
 
     def rows(rank, got):
         copies = sum(map(square_of, ranks.values()))
-        found = {"of this rank's own tensors": square_of(ranks[rank]),
+        others = sum(saved["norm"]**2 for saved in ranks.values() if saved["norm"]) - got**2
+        found = {"a rank's own share: the squares of all ranks sum to ONE's": want**2 - others,
+                 "of this rank's own tensors": square_of(ranks[rank]),
                  "each rank with a copy counts it": copies}
         for size, name in sizes_of(one, ranks).items():
             found[f"each rank with a copy counts it, but for {name}"] = copies / size
-            found[f"squares count {size} times, {name}"] = square_of(one) * size
-            found[f"squares count 1/{size}, {name}"] = square_of(one) / size
-        return {words: math.sqrt(square) for words, square in found.items()}
+            found[f"squares count {size} times, {name}"] = want**2 * size
+            found[f"squares count 1/{size}, {name}"] = want**2 / size
+        return {words: math.sqrt(max(square, 0)) for words, square in found.items()}
 
-    return check_number("norm", math.sqrt(square_of(one)), one, ranks, rows)
+    want = math.sqrt(square_of(one))
+    return check_number("norm", want, one, ranks, rows)
 
 
 # ---- compare ----
@@ -412,8 +418,9 @@ def record_ours(rank, cfg, folder):
         return {tag.name: (tensor, tag.dim, tag.ranges) for tag, tensor in pairs}
 
     def keep_term(tag, grad):  # called by autograd with the gradient of a microbatch
-        term = next(term for term in terms if tag.name not in term)
-        term.update(slices([(tag, grad.clone())]))
+        if grad is not None:  # a zero-bubble schedule computes those of matrices without autograd
+            term = next(term for term in terms if tag.name not in term)
+            term.update(slices([(tag, grad.clone())]))
 
     def keep_used(batches):
         used[:] = own(batches)
