@@ -14,7 +14,7 @@ all digits, else the line ends with FITS_NONE:
     gradient    such a factor (2: summed twice; 1/D: averaged); terms of some ranks or microbatches
                 missing, or counted twice
     norm        of one rank's own tensors; copies counted; squares times a size, or 1 over it
-    weights     not stepped; other weight decay; the step times a factor
+    weights     not stepped
 """
 
 import math
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-FITS_NONE = "differs, fits none of these"
+FITS_NONE = "fits none of these"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # in parts of the largest number
 COARSE = 2e-2  # of 16 bits
 
@@ -95,26 +95,22 @@ NOTHING = Fit(FITS_NONE, "")
 
 
 def sizes_of(one, ranks):
-    """{size: its names} of OTHER's layout, of products of two of its sizes, and of the batch."""
+    """{name: size} of OTHER's layout, of products of two of its sizes, and of the batch."""
     layout = {name: size for saved in ranks.values() for name, size in saved["layout"].items()
               if size > 1}
-    named = [*layout.items()]
-    named += [(f"{a} x {b}", layout[a] * layout[b]) for a, b in combinations(layout, 2)]
-    if one["tokens"]:
-        ids = one["tokens"][0]
-        named += [("sequences", len(ids)), ("tokens", ids.numel())]
-    found = {}
-    for name, size in named:
-        found[size] = f"{found[size]} = {name}" if size in found else f"{size} = {name}"
-    return found
+    products = {f"{a} x {b}": layout[a] * layout[b] for a, b in combinations(layout, 2)}
+    if not one["tokens"]:
+        return layout | products
+    ids = one["tokens"][0]
+    return layout | products | {"sequences": len(ids), "tokens": ids.numel()}
 
 
 def factors(sizes):
     """{words: factor} of the table."""
     rows = {"no gradient arrives": 0, "the sign is wrong": -1, "summed twice": 2}
-    for size, name in sizes.items():
-        rows[f"{name}: each of them counts the whole, or it was not divided by them"] = size
-        rows[f"{name}: divided by them (averaged) once too often"] = 1 / size
+    for name, size in sizes.items():
+        rows[f"{size} = {name}: each counts the whole, or it was not divided by them"] = size
+        rows[f"{size} = {name}: divided by them (averaged) once too often"] = 1 / size
     return rows
 
 
@@ -192,18 +188,6 @@ def explain_gradient(got, want, columns, rank, sizes, tolerance):
     return NOTHING
 
 
-def explain_step(got, want, before, tolerance):
-    """The Fit of a weight after a step that was `before` before the step."""
-    ratios = counts(got, want, {"before": before, "step": want - before}, tolerance) or {}
-    decay, step = ratios.get("before", 1), ratios.get("step", 1)
-    if decay == 1 and step != 1:
-        cause = "another learning rate" if step else "not stepped, or the new weight was not sent"
-        return Fit(f"a step {step:.6g} times ONE's", cause)
-    if decay != 1 and step == 1:
-        return Fit(f"off by {decay - 1:.3g} times the weight before", "another weight decay")
-    return NOTHING
-
-
 # ---- checks: each returns the lines that say how OTHER differs, none if it is equal ----
 
 
@@ -218,62 +202,51 @@ def cut(saved, dim, ranges):
     return (torch.cat(parts, dim) if ranges else parts[0]).flatten()
 
 
-def check_presence(kind, one, ranks):
-    """Has each tensor, and each of its elements, a rank that holds it?"""
-    lines = []
-    absent = {name: torch.ones_like(full, dtype=torch.bool)
-              for name, (full, *_) in one[kind].items()}
-    for rank, saved in ranks.items():
-        for name, (tensor, *where) in saved[kind].items():
-            if name not in absent or tensor.numel() != cut(one[kind][name], *where).numel():
-                lines.append(f"{name} on rank {rank}: ONE has no such tensor, or another shape")
-                continue
-            for piece in pieces(absent[name], *where):
-                piece.fill_(False)
-    return lines + [f"{name}: no rank has {int(elements.sum())} of its {elements.numel()} elements"
-                    for name, elements in absent.items() if elements.any()]
-
-
 def check_tensors(kind, one, ranks, explain):
     """explain(name, rank, got, want, tolerance): the Fit of a tensor that differs."""
-    lines = check_presence(kind, one, ranks)
-    if lines:
-        return lines
     largest = max(full.abs().max().item() for full, *_ in one[kind].values())
+    absent = {name: torch.ones_like(full, dtype=torch.bool)
+              for name, (full, *_) in one[kind].items()}
     alike = {}  # Fit -> {(name, rank): the largest difference, in parts of the largest number}
     for rank, saved in ranks.items():
         for name, (tensor, *where) in saved[kind].items():
-            got, want = tensor.double().flatten(), cut(one[kind][name], *where)
+            got = tensor.double().flatten()
+            if name not in absent or len(got) != len(want := cut(one[kind][name], *where)):
+                return [f"{name} on rank {rank}: ONE has none of this name and shape"]
+            for piece in pieces(absent[name], *where):
+                piece.fill_(False)
+            size = torch.cat([want.abs(), want.new_tensor([1e-3 * largest])]).max().item()
+            error = (got - want).norm(p=math.inf).item() / size if len(got) else 0
             tolerance = TOLERANCE.get(tensor.dtype, COARSE)
-            size = max(want.norm(p=math.inf).item(), 1e-3 * largest)
-            error = (got - want).norm(p=math.inf).item() / size
             if not error <= tolerance:  # a nan is not
                 fit = explain(name, rank, got, want, tolerance)
                 alike.setdefault(fit, {})[name, rank] = error
-    # One that fits none may be the cause of the others: then facts, but no causes
+    lines = [f"{name}: no rank has {int(elements.sum())} of its {elements.numel()} elements"
+             for name, elements in absent.items() if elements.any()]
+    # What fits none may be the cause of the others: then facts, but no causes
     known = all(fit.cause for fit in alike)
+    if alike:
+        differ = {name for errors in alike.values() for name, _ in errors}
+        lines.append(f"{len(differ)} of {len(one[kind])}" + ("" if known else f": {FITS_NONE}"))
     for fit, errors in alike.items():
-        names = {name for name, _ in errors}
-        kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in errors)
+        names = dict.fromkeys(name for name, _ in errors)
+        kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name in names)
         on = sorted({rank for _, rank in errors})
         (first, rank), error = next(iter(errors.items()))
         lines += [f"{fit.fact}: {fit.cause}" if known else fit.fact,
                   f"    {'all' if len(names) == len(one[kind]) else ' '.join(kinds)}",
                   f"    on ranks {' '.join(map(str, on))}; {first} on rank {rank} is off by "
                   f"{error:.1e} of its largest number"]
-    if lines:
-        differ = {name for errors in alike.values() for name, _ in errors}
-        lines.insert(0, f"{len(differ)} of {len(one[kind])}" + ("" if known else f": {FITS_NONE}"))
     return lines
 
 
 def check_step(one, ranks, before):
     """Weights. before: ONE's before the step; None: these are the initial ones."""
     def explain(name, rank, got, want, tolerance):
-        if before is None:
-            return NOTHING
-        old = cut(before[name], *ranks[rank]["weights"][name][1:])
-        return explain_step(got, want, old, tolerance)
+        old = cut((before or one["weights"])[name], *ranks[rank]["weights"][name][1:])
+        if before and (got - old).norm() <= tolerance * old.norm():
+            return Fit("still the weight before the step", "not stepped, or the new one not sent")
+        return NOTHING
 
     return check_tensors("weights", one, ranks, explain)
 
@@ -351,10 +324,10 @@ def check_norm(one, ranks):
         found = {"a rank's own share: the squares of all ranks sum to ONE's": want**2 - others,
                  "of this rank's own tensors": square_of(ranks[rank]),
                  "each rank with a copy counts it": copies}
-        for size, name in sizes_of(one, ranks).items():
-            found[f"each rank with a copy counts it, but for {name}"] = copies / size
-            found[f"squares count {size} times, {name}"] = want**2 * size
-            found[f"squares count 1/{size}, {name}"] = want**2 / size
+        for name, size in sizes_of(one, ranks).items():
+            found[f"each rank with a copy counts it, but for {size} = {name}"] = copies / size
+            found[f"squares count {size} = {name} times"] = want**2 * size
+            found[f"squares are divided by {size} = {name}"] = want**2 / size
         return {words: math.sqrt(max(square, 0)) for words, square in found.items()}
 
     want = math.sqrt(square_of(one))
@@ -368,8 +341,12 @@ def compare(one_run, other_run):
     """Yields (what, the lines that say how it differs), in the order of the docstring, and ends
     with what differs first; after a loss that differs come the gradients, which tell more."""
     before = None  # ONE's weights before the step
-    for step in sorted(one_run.keys() & other_run.keys()):
-        (one,), ranks = one_run[step].values(), other_run[step]
+    for step in one_run:
+        if step not in other_run:
+            yield f"step {step}", ["OTHER has no record of the step"]
+            return
+        assert len(one_run[step]) == 1, "ONE has to be the record of one process"
+        one, ranks = one_run[step][0], other_run[step]
         lines = check_step(one, ranks, before)
         yield "initial weights" if before is None else f"step {step - 1} weights", lines
         if lines or not one["gradients"]:  # none: the record after the last step
@@ -389,7 +366,7 @@ def report(one, other):
     """Print the comparison of two folders. Returns whether all is equal."""
     differs = []
     for what, lines in compare(load(one), load(other)):
-        print(f"{what:18} " + ("DIFFERS: " + "\n    ".join(lines) if lines else "equal"))
+        print(f"{what:18} " + ("differs: " + "\n    ".join(lines) if lines else "equal"))
         if lines:
             differs.append(what)
     print(f"first difference: {differs[0]}" if differs else "equal")
@@ -410,9 +387,9 @@ def record_ours(rank, cfg, folder):
     data = Data(cfg)
     config = config_of(cfg, data.vocab_size)
     trainer = train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed))
-    reducer, own, step_weights = trainer.reducer, trainer.own, trainer.optimizer.step
+    reducer, step_weights = trainer.reducer, trainer.optimizer.step
     terms = [{} for _ in range(cfg.microbatches)]
-    gradients, used = {}, []  # used: this rank's (ids, targets) of each microbatch
+    gradients = {}
 
     def slices(pairs):
         return {tag.name: (tensor, tag.dim, tag.ranges) for tag, tensor in pairs}
@@ -422,10 +399,6 @@ def record_ours(rank, cfg, folder):
             term = next(term for term in terms if tag.name not in term)
             term.update(slices([(tag, grad.clone())]))
 
-    def keep_used(batches):
-        used[:] = own(batches)
-        return used
-
     def keep_gradients(grads, norm, lr):
         gradients.update(slices(whole_slices(reducer, grads)))  # copies, before clipping
         step_weights(grads, norm, lr)
@@ -433,14 +406,15 @@ def record_ours(rank, cfg, folder):
     for flat in reducer.trained:
         for param in flat.params:
             param.register_hook(partial(keep_term, param.tag))
-    trainer.own, trainer.optimizer.step = keep_used, keep_gradients
+    trainer.optimizer.step = keep_gradients
     layout = {name: getattr(cfg, name) for name in ("dp", "pp", "cp", "tp", "microbatches")}
     for step in (0, 1):
         weights = slices(reducer.whole())
         for term in terms:
             term.clear()
-        loss, norm, _ = trainer.step(data.training(cfg, step, mesh), train.learning_rate(cfg, step))
-        ids, targets = map(torch.cat, zip(*used, strict=True))
+        batches = data.training(cfg, step, mesh)
+        loss, norm, _ = trainer.step(batches, train.learning_rate(cfg, step))
+        ids, targets = map(torch.cat, zip(*trainer.own(batches), strict=True))
         record(folder, step, loss, gradients, weights, rank, norm,
                (ids, targets, trainer.positions), terms, layout)
     record(folder, 2, weights=slices(reducer.whole()), rank=rank)
