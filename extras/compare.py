@@ -80,6 +80,8 @@ def load(folder):
     for path in Path(folder).glob("step-*-rank-*.pt"):
         step, rank = (int(number) for number in re.findall(r"\d+", path.name))
         found.setdefault(step, {})[rank] = torch.load(path, weights_only=True)
+    if not found:
+        sys.exit(f"{folder}: no record here")
     return {step: dict(sorted(found[step].items())) for step in sorted(found)}
 
 
@@ -441,7 +443,7 @@ def record_command(folder, words):
 def main():
     if sys.argv[1:2] == ["record"] and len(sys.argv) > 2:
         record_command(sys.argv[2], sys.argv[3:])
-    elif len(sys.argv) == 3 and load(sys.argv[1]) and load(sys.argv[2]):
+    elif len(sys.argv) == 3:
         sys.exit(0 if report(*sys.argv[1:]) else 1)
     else:
         sys.exit(__doc__)
