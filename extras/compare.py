@@ -1,0 +1,453 @@
+"""Is my parallel trainer right? Compares what its ranks compute with what one process computes.
+
+    python -m extras.compare ONE OTHER                    two records: equal, or what differs first
+    python -m extras.compare record FOLDER                records two steps of our trainer
+    python -m extras.compare record FOLDER --tp 2 --pp 2  ... on four ranks; other flags: train.py's
+
+A trainer of your own calls record() in a run of one process and in a run of several. record() and
+the comparison need torch alone: copy this file into your project. Train in float64, in which what
+differs by more than rounding is a bug. Compared, in this order: initial weights, tokens, loss,
+gradients, norm, weights after the step. A cause is named only if one of this table fits to nearly
+all digits, else the line ends with FITS_NONE:
+
+    loss        a size of the layout, or 1 over it, times ONE's; a rank's own share
+    gradient    such a factor (2: summed twice; 1/D: averaged); terms of some ranks or microbatches
+                missing, or counted twice
+    norm        of one rank's own tensors; copies counted; squares times a size, or 1 over it
+    weights     not stepped
+"""
+
+import math
+import re
+import sys
+import tempfile
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+FITS_NONE = "fits none of these"
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # in parts of the largest number
+COARSE = 2e-2  # of 16 bits
+
+
+# ---- record ----
+
+
+def record(folder, step, loss=None, gradients=(), weights=(), rank=0, norm=None, tokens=None,
+           terms=(), layout=None):
+    """Save what this rank has in a step into a file of the folder. Call it on every rank, once the
+    gradients are summed over the ranks, and before they are clipped and the weights stepped; after
+    the last step once more, with the weights.
+
+    loss        as your trainer prints it; None on a rank that does not know it
+    gradients   {name: tensor}, or pairs; a name means the same parameter in both records. A slice
+                of the full tensor is (tensor, dim, [(start, stop), ...]): the ranges of dim that
+                this rank has, in order
+    weights     alike: those with which the gradients were computed
+    norm        your trainer's global gradient norm
+    tokens      (ids, targets), (B, S) each, all sequences of this rank. It has some tokens of each
+                sequence: (ids, targets, their positions)
+    terms       for each microbatch the gradients of this rank alone, before any sum over ranks
+    layout      {name: size}, such as {"dp": 2, "microbatches": 3}: what a factor may come from.
+                Take sizes that differ, so that each factor has one meaning"""
+    def kept(named):
+        found = {}
+        for name, value in dict(named).items():
+            tensor, dim, ranges = value if isinstance(value, tuple) else (value, 0, ())
+            ranges = [(int(start), int(stop)) for start, stop in ranges]
+            found[name] = (tensor.detach().cpu().clone(), dim, ranges)
+        return found
+
+    if tokens:
+        ids, targets, *positions = tokens
+        tokens = [ids.cpu(), targets.cpu(), *(positions or [torch.arange(ids.size(1))])]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    torch.save({"loss": None if loss is None else float(loss),
+                "norm": None if norm is None else float(norm),
+                "gradients": kept(gradients),
+                "weights": kept(weights),
+                "tokens": tokens,
+                "terms": [kept(term) for term in terms],
+                "layout": layout or {}}, Path(folder, f"step-{step}-rank-{rank}.pt"))
+
+
+def load(folder):
+    """{step: {rank: what record() has saved}}"""
+    found = {}
+    for path in Path(folder).glob("step-*-rank-*.pt"):
+        step, rank = (int(number) for number in re.findall(r"\d+", path.name))
+        found.setdefault(step, {})[rank] = torch.load(path, weights_only=True)
+    if not found:
+        sys.exit(f"{folder}: no record here")
+    return {step: dict(sorted(found[step].items())) for step in sorted(found)}
+
+
+# ---- the table ----
+
+
+class Fit(NamedTuple):
+    fact: str  # how a tensor differs
+    cause: str  # the table's words for the fact; "": it has none
+
+
+NOTHING = Fit(FITS_NONE, "")
+
+
+def sizes_of(one, ranks):
+    """{name: size} of OTHER's layout, of products of two of its sizes, and of the batch."""
+    layout = {name: size for saved in ranks.values() for name, size in saved["layout"].items()
+              if size > 1}
+    products = {f"{a} x {b}": layout[a] * layout[b] for a, b in combinations(layout, 2)}
+    if not one["tokens"]:
+        return layout | products
+    ids = one["tokens"][0]
+    return layout | products | {"sequences": len(ids), "tokens": ids.numel()}
+
+
+def factors(sizes):
+    """{words: factor} of the table."""
+    rows = {"no gradient arrives": 0, "the sign is wrong": -1, "summed twice": 2}
+    for name, size in sizes.items():
+        rows[f"{size} = {name}: each counts the whole, or it was not divided by them"] = size
+        rows[f"{size} = {name}: divided by them (averaged) once too often"] = 1 / size
+    return rows
+
+
+def fitting(got, rows, tolerance):
+    """The words of the rows {words: number} that a number fits, joined; "" if none does."""
+    return " or ".join(words for words, number in rows.items()
+                       if abs(got - number) <= tolerance * abs(number))
+
+
+# ---- which weights of which terms add up to a tensor ----
+
+
+def solve(target, columns, tolerance):
+    """{label: weight}, the weights with which the columns {label: vector} add up to the target.
+    None: no weights do, or several."""
+    matrix = torch.stack([*columns.values()], 1)  # (elements, columns)
+    sizes = matrix.norm(dim=0)
+    if len(target) < 2 * len(columns) or not (target.isfinite().all() and matrix.isfinite().all()):
+        return None
+    if torch.linalg.svdvals(matrix / sizes).min() < math.sqrt(tolerance):
+        return None
+    weights = torch.linalg.lstsq(matrix / sizes, target.unsqueeze(1)).solution.flatten() / sizes
+    rest = (matrix @ weights - target).norm()
+    if rest > 10 * tolerance * max(sizes.max(), target.norm()):
+        return None
+    return dict(zip(columns, weights.tolist(), strict=True))
+
+
+def counts(got, want, columns, tolerance):
+    """{label: how often `got` counts the column, where `want` counts it once}. None if the columns
+    do not add up to both, or if all count once, so that they do not tell the difference."""
+    distinct = {}  # without zeros and copies: T tensor ranks may have one term
+    for label, column in columns.items():
+        near = 10 * tolerance * column.norm()
+        if column.any() and all((column - other).norm() > near for other in distinct.values()):
+            distinct[label] = column
+    right = distinct and solve(want, distinct, tolerance)
+    found = right and solve(got, distinct, tolerance)
+    slack = math.sqrt(tolerance)
+    if not found or min(map(abs, right.values())) < slack:
+        return None
+    ratios = {label: found[label] / right[label] for label in distinct}
+    ratios = {label: round(ratio) if abs(ratio - round(ratio)) < slack else ratio
+              for label, ratio in ratios.items()}
+    return None if all(ratio == 1 for ratio in ratios.values()) else ratios
+
+
+def fit_of_terms(ratios, rank):
+    """The Fit of a gradient of this rank that counts its terms, {(whose, microbatch): how often},
+    not all alike."""
+    rows = {}  # whose -> how often, of each microbatch
+    for (whose, _), ratio in sorted(ratios.items()):
+        rows.setdefault(whose, []).append(f"{ratio:.4g}")
+    words = {whose: " ".join(row) for whose, row in rows.items()}
+    others = [ratio for (whose, _), ratio in ratios.items() if whose != rank]
+    if others and not any(others):
+        times = "" if {*rows[rank]} == {"1"} else f", {words[rank]} times"
+        return Fit(f"this rank's own terms only{times}", "not summed over the ranks")
+    if len({*words.values()}) == 1:
+        return Fit(f"microbatches count {words[whose]} times", "each has to count once")
+    return Fit("terms count " + ", ".join(f"{whose}: {words[whose]}" for whose in words) + " times",
+               "each has to count once")
+
+
+def explain_gradient(got, want, columns, rank, sizes, tolerance):
+    """The Fit of a gradient of this rank. columns: its terms, {(whose, microbatch): vector}"""
+    slack = math.sqrt(tolerance)
+    for terms in (columns, {(rank, 0): want}):
+        ratios = counts(got, want, terms, tolerance)
+        if ratios:
+            least, most = min(ratios.values()), max(ratios.values())
+            if most - least > slack * max(abs(least), abs(most)):
+                return fit_of_terms(ratios, rank)
+            return Fit(f"{most:.6g} times ONE's", fitting(most, factors(sizes), slack))
+    return NOTHING
+
+
+# ---- checks: each returns the lines that say how OTHER differs, none if it is equal ----
+
+
+def pieces(full, dim, ranges):
+    """Views of a full tensor that are a rank's slice together; no ranges: the whole."""
+    return [full.narrow(dim, start, stop - start) for start, stop in ranges] or [full]
+
+
+def cut(saved, dim, ranges):
+    """A rank's slice of a tensor that ONE has saved, flattened, in float64."""
+    parts = pieces(saved[0].double(), dim, ranges)
+    return (torch.cat(parts, dim) if ranges else parts[0]).flatten()
+
+
+def check_tensors(kind, one, ranks, explain):
+    """explain(name, rank, got, want, tolerance): the Fit of a tensor that differs."""
+    largest = max(full.abs().max().item() for full, *_ in one[kind].values())
+    absent = {name: torch.ones_like(full, dtype=torch.bool)
+              for name, (full, *_) in one[kind].items()}
+    alike = {}  # Fit -> {(name, rank): the largest difference, in parts of the largest number}
+    for rank, saved in ranks.items():
+        for name, (tensor, *where) in saved[kind].items():
+            got = tensor.double().flatten()
+            if name not in absent or len(got) != len(want := cut(one[kind][name], *where)):
+                return [f"{name} on rank {rank}: ONE has none of this name and shape"]
+            for piece in pieces(absent[name], *where):
+                piece.fill_(False)
+            size = torch.cat([want.abs(), want.new_tensor([1e-3 * largest])]).max().item()
+            error = (got - want).norm(p=math.inf).item() / size if len(got) else 0
+            tolerance = TOLERANCE.get(tensor.dtype, COARSE)
+            if not error <= tolerance:  # a nan is not
+                fit = explain(name, rank, got, want, tolerance)
+                alike.setdefault(fit, {})[name, rank] = error
+    lines = [f"{name}: no rank has {int(elements.sum())} of its {elements.numel()} elements"
+             for name, elements in absent.items() if elements.any()]
+    # What fits none may be the cause of the others: then facts, but no causes
+    known = all(fit.cause for fit in alike)
+    if alike:
+        differ = {name for errors in alike.values() for name, _ in errors}
+        lines.append(f"{len(differ)} of {len(one[kind])}" + ("" if known else f": {FITS_NONE}"))
+    for fit, errors in alike.items():
+        names = dict.fromkeys(name for name, _ in errors)
+        kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name in names)
+        on = sorted({rank for _, rank in errors})
+        (first, rank), error = next(iter(errors.items()))
+        lines += [f"{fit.fact}: {fit.cause}" if known else fit.fact,
+                  f"    {'all' if len(names) == len(one[kind]) else ' '.join(kinds)}",
+                  f"    on ranks {' '.join(map(str, on))}; {first} on rank {rank} is off by "
+                  f"{error:.1e} of its largest number"]
+    return lines
+
+
+def check_step(one, ranks, before):
+    """Weights. before: ONE's before the step; None: these are the initial ones."""
+    def explain(name, rank, got, want, tolerance):
+        old = cut((before or one["weights"])[name], *ranks[rank]["weights"][name][1:])
+        if before and (got - old).norm() <= tolerance * old.norm():
+            return Fit("still the weight before the step", "not stepped, or the new one not sent")
+        return NOTHING
+
+    return check_tensors("weights", one, ranks, explain)
+
+
+def check_gradients(one, ranks):
+    def explain(name, rank, got, want, tolerance):
+        where = ranks[rank]["gradients"][name][1:]
+        columns = {}
+        for other in sorted(ranks, key=lambda other: other != rank):  # its own first
+            for k, term in enumerate(ranks[other]["terms"]):
+                if name in term and term[name][1:] == where:
+                    columns[f"rank {other}", k] = term[name][0].double().flatten()
+        if not columns:
+            columns = {("ONE", k): cut(term[name], *where)
+                       for k, term in enumerate(one["terms"]) if name in term}
+        return explain_gradient(got, want, columns, f"rank {rank}", sizes, tolerance)
+
+    sizes = sizes_of(one, ranks)
+    return check_tensors("gradients", one, ranks, explain)
+
+
+def check_tokens(one, ranks):
+    """In any order of the sequences: does each rank have ONE's, and do all ranks have all?"""
+    given = {rank: saved["tokens"] for rank, saved in ranks.items() if saved["tokens"]}
+    if not one["tokens"] or not given:
+        return []
+    ids, targets, _ = one["tokens"]
+    absent = torch.ones(ids.shape, dtype=torch.bool)
+    for rank, (own_ids, own_targets, positions) in given.items():
+        for row, aims in zip(own_ids, own_targets, strict=True):
+            same = (ids[:, positions] == row).all(1)  # (sequences,)
+            wrong = targets[:, positions] != aims  # (sequences, tokens of this rank)
+            if not same.any():
+                return [f"{FITS_NONE}: rank {rank} has ids {row[:4].tolist()}..., ONE has not"]
+            if wrong[same].any(1).all():
+                places = positions[wrong[same][0]].tolist()
+                return [f"{FITS_NONE}: rank {rank}'s targets at positions {places}"]
+            rows = (same & ~wrong.any(1)).nonzero()
+            absent[rows, positions] = False
+    lost = absent.any(1).nonzero().flatten().tolist()
+    return [f"sequences {lost} of ONE are on no rank"] if lost else []
+
+
+def check_number(kind, want, one, ranks, rows):
+    """rows(rank, got): {words of the table: what the number would be}"""
+    tolerance = max(TOLERANCE.get(full.dtype, COARSE) for full, *_ in one["gradients"].values())
+    for rank, saved in ranks.items():
+        got = saved[kind]
+        if got is not None and not abs(got - want) <= tolerance * abs(want):  # a nan is not
+            cause = fitting(got, rows(rank, got), tolerance) or FITS_NONE
+            return [f"{got:.10g} on rank {rank}, not {want:.10g}: {cause}"]
+    return []
+
+
+def check_loss(one, ranks):
+    def rows(rank, got):
+        given = [saved["loss"] for saved in ranks.values() if saved["loss"] is not None]
+        others = sum(given) - got
+        return {"a rank's own share: the sum of all ranks is ONE's": want - others,
+                "a rank's own mean: the mean of all ranks is ONE's": len(given) * want - others,
+                **{words: factor * want for words, factor in factors(sizes_of(one, ranks)).items()}}
+
+    want = one["loss"]
+    return check_number("loss", want, one, ranks, rows)
+
+
+def check_norm(one, ranks):
+    """The gradients are equal, so the right norm is that of ONE's."""
+    def square_of(saved):
+        return sum(grad.double().square().sum().item() for grad, *_ in saved["gradients"].values())
+
+    def rows(rank, got):
+        copies = sum(map(square_of, ranks.values()))
+        others = sum(saved["norm"]**2 for saved in ranks.values() if saved["norm"]) - got**2
+        found = {"a rank's own share: the squares of all ranks sum to ONE's": want**2 - others,
+                 "of this rank's own tensors": square_of(ranks[rank]),
+                 "each rank with a copy counts it": copies}
+        for name, size in sizes_of(one, ranks).items():
+            found[f"each rank with a copy counts it, but for {size} = {name}"] = copies / size
+            found[f"squares count {size} = {name} times"] = want**2 * size
+            found[f"squares are divided by {size} = {name}"] = want**2 / size
+        return {words: math.sqrt(max(square, 0)) for words, square in found.items()}
+
+    want = math.sqrt(square_of(one))
+    return check_number("norm", want, one, ranks, rows)
+
+
+# ---- compare ----
+
+
+def compare(one_run, other_run):
+    """Yields (what, the lines that say how it differs), in the order of the docstring, and ends
+    with what differs first; after a loss that differs come the gradients, which tell more."""
+    before = None  # ONE's weights before the step
+    for step in one_run:
+        if step not in other_run:
+            yield f"step {step}", ["OTHER has no record of the step"]
+            return
+        assert len(one_run[step]) == 1, "ONE has to be the record of one process"
+        one, ranks = one_run[step][0], other_run[step]
+        lines = check_step(one, ranks, before)
+        yield "initial weights" if before is None else f"step {step - 1} weights", lines
+        if lines or not one["gradients"]:  # none: the record after the last step
+            return
+        before = one["weights"]
+        found = []
+        for name, check in (("tokens", check_tokens), ("loss", check_loss),
+                            ("gradients", check_gradients), ("norm", check_norm)):
+            lines = check(one, ranks)
+            yield f"step {step} {name}", lines
+            found += lines
+            if found and name != "loss":
+                return
+
+
+def report(one, other):
+    """Print the comparison of two folders. Returns whether all is equal."""
+    differs = []
+    for what, lines in compare(load(one), load(other)):
+        print(f"{what:18} " + ("differs: " + "\n    ".join(lines) if lines else "equal"))
+        if lines:
+            differs.append(what)
+    print(f"first difference: {differs[0]}" if differs else "equal")
+    return not differs
+
+
+# ---- our trainer ----
+
+
+def record_ours(rank, cfg, folder):
+    """One rank of our trainer: train two steps, and record them."""
+    import train
+    from data.batches import Data
+    from sizes import config_of
+    from test_all import whole_slices
+
+    mesh = train.make_mesh(cfg, cfg.device)
+    data = Data(cfg)
+    config = config_of(cfg, data.vocab_size)
+    trainer = train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed))
+    reducer, step_weights = trainer.reducer, trainer.optimizer.step
+    terms = [{} for _ in range(cfg.microbatches)]
+    gradients = {}
+
+    def slices(pairs):
+        return {tag.name: (tensor, tag.dim, tag.ranges) for tag, tensor in pairs}
+
+    def keep_term(tag, grad):  # called by autograd with the gradient of a microbatch
+        if grad is not None:  # a zero-bubble schedule computes those of matrices without autograd
+            term = next(term for term in terms if tag.name not in term)
+            term.update(slices([(tag, grad.clone())]))
+
+    def keep_gradients(grads, norm, lr):
+        gradients.update(slices(whole_slices(reducer, grads)))  # copies, before clipping
+        step_weights(grads, norm, lr)
+
+    for flat in reducer.trained:
+        for param in flat.params:
+            param.register_hook(partial(keep_term, param.tag))
+    trainer.optimizer.step = keep_gradients
+    layout = {name: getattr(cfg, name) for name in ("dp", "pp", "cp", "tp", "microbatches")}
+    for step in (0, 1):
+        weights = slices(reducer.whole())
+        for term in terms:
+            term.clear()
+        batches = data.training(cfg, step, mesh)
+        loss, norm, _ = trainer.step(batches, train.learning_rate(cfg, step))
+        ids, targets = map(torch.cat, zip(*trainer.own(batches), strict=True))
+        record(folder, step, loss, gradients, weights, rank, norm,
+               (ids, targets, trainer.positions), terms, layout)
+    record(folder, 2, weights=slices(reducer.whole()), rank=rank)
+
+
+def record_command(folder, words):
+    """Record our trainer in the layout of these flags, with the sizes and data of test_all.py."""
+    from run.flags import fail
+    from test_all import config, ranks, write_corpus
+
+    with tempfile.TemporaryDirectory() as corpus:
+        write_corpus(corpus)
+        try:
+            cfg = config(words, corpus)
+            Path(folder).mkdir(parents=True)
+        except (ValueError, OSError) as error:
+            fail(error)
+        world = cfg.dp * cfg.pp * cfg.cp * cfg.tp
+        ranks(world, record_ours, cfg, str(Path(folder).resolve()))
+        ranks.stop()
+    print(f"{folder}: two steps of {world} rank" + "s" * (world > 1))
+
+
+def main():
+    if sys.argv[1:2] == ["record"] and len(sys.argv) > 2:
+        record_command(sys.argv[2], sys.argv[3:])
+    elif len(sys.argv) == 3:
+        sys.exit(0 if report(*sys.argv[1:]) else 1)
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
