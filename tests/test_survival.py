@@ -109,11 +109,6 @@ def test_torchrun_starts_the_ranks(corpus, tmp_path):
     assert done.returncode == 0 and "replicas agree" in done.stdout, done.stderr
 
 
-def test_launch_py_of_torch_is_answered_with_torchrun(corpus, tmp_path):
-    done = command("train.py", "--local-rank=0")
-    assert done.returncode == 2 and "torchrun" in done.stderr and done.stderr.count("\n") == 1
-
-
 # ---- signals ----
 
 
