@@ -486,7 +486,7 @@ def draw_matrix(picture, x, middle, tag, begin, end):
             top, bottom, left, right = 0, rows, start, stop
             first, last = begin, end
         for color, a, b in ((COLORS["F"], top, bottom), (COLORS["W"], first, last)):
-            if a < b:
+            if a < b or tag.dim == 1:  # a box of columns may be empty
                 picture.box(x + left * ACROSS, y + a * DOWN, (right - left) * ACROSS,
                             (b - a) * DOWN, color)
         before += stop - start

@@ -1,7 +1,7 @@
 """Commands: a wrong flag is one line with its fix, before torch is imported; what a run says of
 itself is true, line by line and message by message."""
 
-import json
+import argparse
 import math
 import re
 import shlex
@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from mesh import Mesh
 from pipeline import Pipeline
 from run import weights
 from run.flags import check_device, check_layout, parse, read_command_line
-from run.log import METRICS, Log, axis_of, open_metrics, story, watched
+from run.log import Log, axis_of, story, watched
 from tests.harness import (
     HERE,
     command,
@@ -167,30 +166,24 @@ class Parsed(Exception):
     """A command line was accepted."""
 
 
-def commands_of_the_readme():
-    lines = re.findall(r"^    (?:pip .* && )?(python \S+ .*|torchrun .*)$",
-                       (HERE / "README.md").read_text(), re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+def stop_after(parser, args=None, parse_args=argparse.ArgumentParser.parse_args):
+    parse_args(parser, args)
+    raise Parsed
 
 
 def test_the_commands_of_the_readme_parse(monkeypatch):
     mains = {"sample.py": sample.main, "data/prepare.py": prepare.main, "run.weights": weights.main}
+    lines = re.findall(r"^    (?:pip .* && )?(python \S+ .*|torchrun .*)$",
+                       (HERE / "README.md").read_text(), re.MULTILINE)
     seen = Counter()
-    for words in commands_of_the_readme():
-        program, *words = words[1:] if words[0] == "-m" else words
+    for line in lines:
+        program, *words = [word for word in shlex.split(line, comments=True)[1:] if word != "-m"]
         seen[program] += 1
         if program == "train.py":
             check_layout(parse(words), 1)
         elif program in mains:
             monkeypatch.setattr("sys.argv", [program, *words])
-            known = "argparse.ArgumentParser.parse_known_args"
-
-            def stop(parser, *args, real=prepare.argparse.ArgumentParser.parse_known_args):
-                _, unknown = real(parser, *args)
-                assert not unknown
-                raise Parsed
-
-            with patch(known, stop), pytest.raises(Parsed):
+            with (patch("argparse.ArgumentParser.parse_args", stop_after), pytest.raises(Parsed)):
                 mains[program]()
         else:
             assert (HERE / program).exists() or find_spec(program), program
@@ -289,17 +282,6 @@ def test_a_validation_is_in_bits_per_byte_beside_gzips():
     assert said[0].endswith("4.1589 nats per token, 1.5000 bits per byte (gzip -9: 2.0000)")
 
 
-def test_metrics_are_json_without_nan_and_lose_the_lines_to_be_written_again(tmp_path):
-    with open(tmp_path / METRICS, "w") as file:
-        log = SimpleNamespace(metrics=file, writing=nullcontext)
-        for step in (1, 2):
-            Log.write(log, step=step, loss=math.nan, grad_norm=math.inf, lr=0.5)
-    open_metrics(tmp_path / METRICS, 2).close()
-    line = Path(tmp_path, METRICS).read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {
-        "step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
-
-
 def test_one_command_trains_and_another_continues_a_text(tmp_path):
     """... with the losses of one process."""
     (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
@@ -318,6 +300,7 @@ def test_one_command_trains_and_another_continues_a_text(tmp_path):
     done = command("sample.py", "--out", tmp_path / "four", "--prompt", "def é", "--samples", 2,
                    "--max-tokens", 20)
     assert done.returncode == 0 and done.stdout.count("def é") == 2, done.stderr
+    assert refused("sample.py", "--out", tmp_path / "four", "--prompt", "").endswith("be empty\n")
 
 
 # ---- --watch ----

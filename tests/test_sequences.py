@@ -18,15 +18,6 @@ from tests.harness import VOCAB, close, config, random, ranks
 # ---- attention over tokens of several ranks ----
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 5])
-def test_zigzag_gives_each_token_to_one_rank_and_all_ranks_equal_work(N):
-    """A token at position p attends to p + 1 keys."""
-    each = [zigzag(8 * N, N, rank) for rank in range(N)]
-    assert torch.cat(each).sort().values.tolist() == [*range(8 * N)]
-    assert {(positions + 1).sum().item() for positions in each} == {4 * (8 * N + 1)}
-    assert each[0].tolist() == [0, 1, 2, 3, *range(8 * N - 4, 8 * N)]
-
-
 def plain_attention(q, k, v):
     """By the formula: softmax(q k^T / sqrt(hs)) v, where no token sees a later one."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))

@@ -4,7 +4,6 @@ Sampling."""
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from data.prepare import prepare
 from experts import kind_of, on_meta, shapes_of
 from mesh import Mesh
 from model import build
@@ -413,37 +411,20 @@ def test_what_cannot_be_exported_is_one_line_and_writes_nothing(corpus, folders,
     LlamaConfig(VOCAB, 8, 2, 6, 24, n_kv_head=2, n_hidden=38, tied=False),
     LlamaConfig(VOCAB, 8, 2, 6, 24, n_kv_head=2, n_hidden=38, head_dim=6, qk_norm=True)])
 def test_sampling_with_kept_keys_is_sampling_without_them(shape):
+    """... and the seed decides all draws."""
     model = build(shape, dtype=torch.double, kind=kind_of(shape))
     for param in model.parameters():
         param.data.mul_(5)  # so that positions matter
-    got = sample.generate(model, [1, 2, 3], 12, samples=3, temperature=5.0, top_k=20)
-    out, rng = torch.tensor([[1, 2, 3]] * 3), torch.Generator().manual_seed(1337)
+
+    def generated(**more):
+        return sample.generate(model, [1, 2, 3], 12, **{
+            "samples": 3, "temperature": 5.0, "top_k": 20, "seed": 7, **more})
+
+    out, rng = torch.tensor([[1, 2, 3]] * 3), torch.Generator().manual_seed(7)
     for _ in range(12):  # beyond the window of 8
         top, index = model(out[:, -8:])[:, -1].topk(20)
         pick = torch.multinomial((top / 5).softmax(1), 1, generator=rng)
         out = torch.cat([out, index.gather(1, pick)], 1)
-    assert out.tolist() == got and got[0] != got[1]
-
-
-def test_a_seed_decides_all_draws_of_sample(tmp_path, capsys, monkeypatch):
-    (tmp_path / "text").write_text("def f(x): return x\n" * 100)
-    prepare([tmp_path / "text"], tmp_path / "data", "bytes")
-    cfg = small("", str(tmp_path / "data"), tmp_path)
-    shape = config_of(cfg, 256)
-    trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.from_seed(shape, 0))
-    checkpoint.save(trainer, 0, tmp_path / "data")
-
-    def said(*more):
-        argv = ["sample.py", "--out", tmp_path, "--max-tokens", 20, "--samples", 2, *more]
-        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
-        capsys.readouterr()
-        sample.main()
-        return capsys.readouterr().out
-
-    usual = said()
-    assert usual.count("def ") == usual.count("\n---\n") == 2
-    assert said("--seed", 1337) == usual and said("--seed", 1) != usual
-    assert said("--seed", 1) == said("--seed", 1)
-    assert said("--top-k", 1) == said("--temperature", 0) != usual  # both: the likeliest
-    argv = ["sample.py", "--out", tmp_path, "--prompt", ""]
-    assert "--prompt '' must not be empty" in one_line(sample.main, argv, capsys, monkeypatch)
+    assert out.tolist() == generated() and out[0].tolist() != out[1].tolist()
+    assert generated(seed=1) != generated()
+    assert generated(temperature=0) == generated(top_k=1)  # both: the likeliest
