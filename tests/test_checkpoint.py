@@ -292,7 +292,6 @@ NO_HEADER = "model.safetensors: not a safetensors file, or its header is damaged
 DAMAGE = {  # what is done to the folder, the flags of the run that resumes, what the line says
     "cut off": (lambda folder: cut_off(folder / OPTIMIZER), {},
                 "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off at the end"),
-    "empty": (lambda folder: os.truncate(folder / MODEL, 0), {}, NO_HEADER),
     "a list": (lambda folder: (folder / MODEL).write_bytes(b"\2" + bytes(7) + b"[]"), {},
                NO_HEADER),
     "no file": (lambda folder: (folder / MODEL).unlink(), {}, "model.safetensors: No such file or"),
@@ -308,7 +307,6 @@ DAMAGE = {  # what is done to the folder, the flags of the run that resumes, wha
     "dtype": (lambda folder: None, {"dtype": "float32"},
               "model.safetensors, tensor transformer.wte.weight: F64 [67, 8], not F32 [67, 8]"),
     "another model": (lambda folder: None, {"n_layer": 3}, ": its n_layer is 2, this run's is 3"),
-    "a Llama": (lambda folder: None, {"arch": "llama"}, ": its arch is gpt2, this run's is llama"),
     "past": (lambda folder: None, {"steps": 3}, "step-00000004: is at step 4, past --steps 3")}
 
 
