@@ -9,34 +9,38 @@ import pytest
 
 import schedules
 from extras import show
-from mesh import Mesh
 from tests.harness import HERE, command, ranks
 
 
-def _demo(rank, name, layout):
+def _demo(rank, name, N):
     """What this rank prints in a demonstration."""
     with redirect_stdout(io.StringIO()) as printed:
-        show.DEMOS[name][0](Mesh(**layout))
+        show.DEMOS[name](rank, N)
     return printed.getvalue()
 
 
-def demo(name, n=4, **more):
-    return ranks(n, _demo, name, {show.DEMOS[name][1]: n, **more})
-
-
-@pytest.mark.parametrize("name,times", [
-    ("ddp", 1), ("zero", 4), ("tensor_parallel", 1), ("sequence_parallel", 2),
-    ("context_parallel", 2), ("expert_parallel", 1), ("pipeline", 2)])
-def test_a_technique_has_the_gradients_of_one_process(name, times):
-    printed, *others = demo(name, **({"ep": 4} if name == "expert_parallel" else {}))
+@pytest.mark.parametrize("name,lines", [  # printed in docs/
+    ("zero", ["ZeRO-2: of 7520 parameters rank 0 keeps 7520, and its optimizer steps 1880",
+              "ZeRO-3: of 7520 parameters rank 0 keeps 1880, and its optimizer steps 1880"]),
+    ("ddp", []),
+    ("tensor_parallel", [f"{'transformer.wte.weight':34}  [50, 16] on rank 0: [13, 16]"]),
+    ("sequence_parallel", ["sequence_parallel: 124424 bytes sent"]),
+    ("context_parallel", ["  segment  5 of rank 2   2 1 0 3 3 0 . .",
+                          "  the busiest rank has 1.73 times the mean"]),
+    ("expert_parallel", ["rank 2     8   4 |   2   4 |   0   5 |   5   4    27 of 32 choices go "
+                         "elsewhere"]),
+    ("pipeline", [])])
+def test_a_technique_prints_the_lines_of_docs_and_has_the_gradients_of_one_process(name, lines):
+    printed, *others = ranks(4, _demo, name, 4)
     off = re.findall(r"differ from one process's by (\S+) of their size", printed)
-    assert len(off) == times and all(float(x) < 1e-12 for x in off), printed
+    assert off and all(float(x) < 1e-12 for x in off), printed
+    assert set(lines) <= set(printed.splitlines()), printed
     assert not any(others)
 
 
 @pytest.mark.parametrize("N", [3, 4])
 def test_collectives_send_the_formula(N):
-    printed = demo("collectives", N)[0]
+    printed = ranks(N, _demo, "collectives", N)[0]
     sent = re.findall(r"sent +(\d+) bytes, formula +(\d+)", printed)
     assert len(sent) == 3 and all(got == formula for got, formula in sent), printed
     *_, last = (line for line in printed.splitlines() if line.startswith("all-gather"))
@@ -44,13 +48,9 @@ def test_collectives_send_the_formula(N):
 
 
 def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
-    ranks(8, _draw, tmp_path / "ranks.svg")
+    ranks(8, show.draw_eight_ranks, tmp_path / "ranks.svg")
     drawn = (tmp_path / "ranks.svg").read_text()
     assert drawn == (HERE / "docs/pictures/ranks.svg").read_text()
-
-
-def _draw(rank, file):
-    show.draw_eight_ranks(Mesh(**show.EIGHT_RANKS), file)
 
 
 def test_schedules_are_drawn_and_compared(tmp_path, capsys):
@@ -67,7 +67,7 @@ def test_schedules_are_drawn_and_compared(tmp_path, capsys):
 
 
 def test_mesh_and_sizes(capsys):
-    show.mesh_command([])
+    show.mesh_command("2 2 1 1 2".split())
     assert "group(pp): [0, 2] [1, 3] [4, 6] [5, 7]" in capsys.readouterr().out
     show.sizes_command(["7e9"])
     of_8_ranks = capsys.readouterr().out.splitlines()[6].split()
@@ -76,9 +76,9 @@ def test_mesh_and_sizes(capsys):
 
 
 @pytest.mark.parametrize("words,says", [
-    ("ddp 2", "ddp runs on 4 ranks"), ("nothing", "nothing"), ("sizes -5", "above 0"),
+    ("ddp 2", "invalid choice: 2"), ("nothing", "nothing"), ("sizes -5", "above 0"),
     ("mesh 3 1 2 1 1", "ep must divide dp"), ("schedules interleaved 4 6", "multiple of 4 ranks"),
-    ("schedules 1f1b 99999 9", "at most 500"), ("ranks --svg no/x", "no/x")])
+    ("schedules 1f1b 99999 9", "at most 500")])
 def test_wrong_words_are_answered_with_one_line(words, says, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["show.py", *words.split()])
     with pytest.raises(SystemExit) as stop:

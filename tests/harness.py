@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import train
@@ -39,24 +40,16 @@ def make_trainer(cfg, mesh=None):
     return train.Trainer(cfg, mesh, shape, train.from_seed(shape, cfg.seed)), Data(cfg)
 
 
-def train_steps(rank, cfg, steps=1):
-    """One rank of a run. Returns [(loss, norm)] of each step, and {name: (the tag's ranges, this
-    rank's whole slice)} of the weights."""
-    trainer, data = make_trainer(cfg)
-    numbers = []
-    for step in range(steps):
-        loss, norm, _ = trainer.step(data.training(cfg, step, trainer.mesh),
-                                     train.learning_rate(cfg, step))
-        numbers.append((loss.item(), norm.item()))
-    return numbers, {tag.name: (tag.ranges, w.clone()) for tag, w in trainer.reducer.whole()}
-
-
 def close(got, want, what="", tolerance=TOLERANCE):
     """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
     got = torch.as_tensor(got, dtype=torch.double)
     want = torch.as_tensor(want, dtype=torch.double)
     error = (got - want).norm().item()
     assert error <= tolerance * max(want.norm().item(), 1e-3), f"{what}: off by {error:.1e}"
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- commands ----
@@ -73,6 +66,24 @@ def refused(*args, code=2, **more):
     done = command(*args, **more)
     assert done.returncode == code and done.stderr.count("\n") == 1, (done.returncode, done.stderr)
     return done.stderr
+
+
+def one_line(main, argv, capsys, monkeypatch):
+    """The one line with which a command's main(), run here, refuses its command line."""
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.count("\n") == 1, line
+    return line
+
+
+def edited(name, **given):
+    """A function that changes values of a JSON file in a folder."""
+    def edit(folder):
+        found = json.loads(Path(folder, name).read_text())
+        Path(folder, name).write_text(json.dumps(found | given))
+    return edit
 
 
 def start(*args, env=None, **more):

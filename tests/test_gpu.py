@@ -21,9 +21,8 @@ import collectives as c
 import mesh
 import test_all
 import train
-from context_parallel import CUDNN, EFFICIENT, FLASH, kernel, kernel_backward
+from context_parallel import CUDNN, EFFICIENT, FLASH, choose_kernel, kernel, kernel_backward
 from mesh import Mesh
-from run.flags import check_device
 from sizes import config_of
 from tests.harness import TOLERANCE, VOCAB, config, make_trainer, run
 from tests.test_collectives import every_collective
@@ -210,18 +209,6 @@ def test_one_communicator_for_both_ways_would_deadlock(corpus):
         trains("--pp 2 --microbatches 6", corpus)
 
 
-def test_both_halves_of_an_exchange_on_one_communicator_are_one_batch():
-    """A ring of three: rank 1 receives from 0 and sends to 2, both upward. Rank 0 sends up to 1 and
-    receives from 2, which is above."""
-    posted = []
-    with patch.multiple(dist, P2POp=Operation, batch_isend_irecv=lambda batch: posted.append(
-            [(each.op, each.group, each.group_peer) for each in batch]) or []):
-        Nccl("up", "down", 1, 1).exchange("a tensor", 2, "another", 0, None)
-        Nccl("up", "down", 0, 1).exchange("a tensor", 1, "another", 2, None)
-    assert posted == [[(dist.irecv, "up", 0), (dist.isend, "up", 2)],
-                      [(dist.isend, "up", 1)], [(dist.irecv, "down", 2)]]
-
-
 # ---- the background on a stream ----
 
 
@@ -351,43 +338,21 @@ def test_a_read_raises_the_error_of_a_message_that_failed():
         group.read(torch.zeros(1))
 
 
-def test_messages_are_forgotten_in_order_once_the_gpu_has_done_them():
-    works = [SimpleNamespace(done=False, wait=lambda: None) for _ in range(4)]
-    for work in works:
-        work.is_completed = lambda work=work: work.done
-    carrier = Nccl("up", "down", 0, 1)
-    with patch.multiple(dist, P2POp=Operation, batch_isend_irecv=lambda batch: [batch[0].tensor]):
-        for work in works[:3]:
-            carrier.exchange(work, 1, None, None, None)
-        works[0].done = works[2].done = True
-        carrier.exchange(works[3], 1, None, None, None)
-    assert [*carrier.pending] == works[1:]
-
-
-# ---- what a GPU's run is given ----
+# ---- what a GPU's kernels are given ----
 
 
 @pytest.mark.parametrize("chosen", [CUDNN, FLASH, EFFICIENT], ids=lambda chosen: chosen.name)
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_ring_hands_a_gpus_attention_kernels_what_they_take(chosen, causal):
+def test_the_ring_hands_a_gpus_attention_kernels_what_they_take(chosen, causal, monkeypatch):
     """Torch checks the arguments on the meta device, and gives the shapes of the results. Two heads
     of queries share one of the keys, and there are fewer keys."""
     q, k = (torch.empty(2, heads, tokens, 16, dtype=torch.bfloat16, device="meta")
             for heads, tokens in ((4, 24), (2, 12)))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **more: chosen.value)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert choose_kernel(q, k, k) == chosen
     out, lse, rest = kernel(chosen, q, k, k, causal)
-    assert out.shape == q.shape and lse.shape == q.shape[:3] and len(rest) == 2
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float
+    assert len(rest) == 2
     grads = kernel_backward(chosen, out, q, k, k, out, lse, rest, causal)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
-
-
-def test_a_run_takes_gpus_and_torchs_own_collectives_if_there_is_a_gpu_for_each_rank(corpus):
-    def chosen(words, gpus):
-        cfg = config(words.split(), corpus)
-        cfg.device = cfg.collectives = "auto"
-        check_device(cfg, 2, gpus)
-        return cfg.device, cfg.collectives
-
-    assert chosen("--dp 2", 2) == ("cuda", "native")
-    assert chosen("--dp 2", 1) == ("cpu", "ring")
-    with pytest.raises(ValueError, match="take no heads of 2 such numbers; try --cp-attention all"):
-        chosen("--cp 2 --dtype bfloat16", 2)

@@ -7,7 +7,6 @@ import graphlib
 import re
 import shutil
 
-from collectives import CommunicationError, naming
 from run.log import peak_of_process
 from tests.harness import HERE, command
 
@@ -139,14 +138,6 @@ def test_no_code_is_dead():
             for name in [getattr(node, "name", None) or getattr(node.targets[0], "id", None)]
             if name and words[name] == 1]
     assert not dead
-
-
-def test_the_librarys_line_is_cut_to_what_it_says():
-    try:
-        with naming("rank 0: sending"):
-            raise RuntimeError("[/w/pair.cc:5] Connection closed by peer. This is likely a ...!")
-    except CommunicationError as error:
-        assert str(error) == "rank 0: sending: Connection closed by peer"
 
 
 def test_a_peak_is_that_of_the_process_and_not_of_its_parent():

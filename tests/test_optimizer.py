@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives import Group
-from optimizer import AdamW, LossScale, clip_coefficient, learning_rate, rows_of, sums_of_squares
+from optimizer import AdamW, LossScale, learning_rate, rows_of, sums_of_squares
 from shard import Tag
 from tests.harness import close, config, make_trainer, ranks
 
@@ -36,8 +36,9 @@ def drawn(seed):
             for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("grad_clip", [0.2, 0.0])
+@pytest.mark.parametrize("grad_clip", [0.2, 100.0, 0.0])
 def test_three_steps_over_pieces_are_torchs_adamw_with_decay_of_matrices_only(grad_clip):
+    """Gradients above the clip, below (their norm is about 10), and none."""
     values = drawn(0)
     want = {name: value.clone().requires_grad_() for name, value in values.items()}
     torchs = torch.optim.AdamW([
@@ -72,12 +73,6 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine():
             10: 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 12: 0.1}
     for step, lr in want.items():
         close(learning_rate(cfg, step), lr, f"learning rate of step {step}")
-
-
-def test_clipping_shortens_long_gradients_and_leaves_short_ones():
-    for norm, grad_clip, want in ((0.5, 1.0, 1.0), (1e-9, 1.0, 1.0), (4.0, 1.0, 1 / 4.000001),
-                                  (4.0, 0.0, 1.0)):  # 0: no clipping
-        close(clip_coefficient(torch.tensor(norm).double(), grad_clip), want)
 
 
 # ---- 16 bits ----
@@ -142,38 +137,12 @@ def test_the_square_of_40_million_elements_has_four_digits():
     """A float32 sum that adds up squares one after the other is 0.3% off. Here all squares are
     equal, so that the roundings of a row of 65,536 do not cancel: 1e-5 off."""
     x = torch.full((40_000_000,), 0.1)
+
     def square(x):
         return sums_of_squares(rows_of(x), torch.float32).sum()
 
     close(square(x), len(x) * x[0].double() ** 2, "square", 1e-4)
     close(square(x[:7].bfloat16()), 7 * x[0].bfloat16().double() ** 2, "square", 1e-6)
-
-
-def shares(rank, cfg):
-    """[(name, full shape, the elements that this rank steps, the share that it adds of each)]"""
-    trainer, _ = make_trainer(cfg)
-    reducer = trainer.reducer
-    found = []
-    for tag, start, weights, n in zip(reducer.tags, reducer.starts, reducer.weights,
-                                      trainer.optimizer.holders, strict=True):
-        mine = tag.slice(torch.arange(tag.shape.numel()).view(tag.shape)).flatten()
-        found.append((tag.name, tag.shape, mine[start : start + weights.numel()], 1 / n))
-    return found
-
-
-@pytest.mark.parametrize("words", [
-    "--dp 2 --tp 2 --pp 2", "--dp 2 --tp 2 --pp 2 --zero 1",
-    "--dp 4 --shard 2 --ep 2 --experts 4 --zero 3", "--dp 4 --shard 2 --cp 2",
-    "--dp 2 --ep 2 --tp 2 --sp --experts 4 --zero 2", "--dp 2 --ep 2 --tp 2 --experts 4",
-    "--dp 3 --zero 2 --n-embd 25 --n-head 5"])
-def test_every_element_of_a_gradient_counts_once_in_the_norm(corpus, words):
-    cfg = config(words.split(), corpus)
-    counted = {}
-    for rank in ranks(cfg.dp * cfg.tp * cfg.pp * cfg.cp, shares, cfg):
-        for name, shape, mine, share in rank:
-            counted.setdefault(name, torch.zeros(shape.numel()).double())[mine] += share
-    for name, total in counted.items():
-        close(total, torch.ones_like(total), name)
 
 
 # ---- steps that are not finite ----
@@ -200,7 +169,8 @@ def steps_with_overflows(rank, cfg, scale, overflows):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-@pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 2", "--tp 2", "--pp 3"])
+@pytest.mark.parametrize("words", ["--dp 2 --tp 2 --zero 1", "--dp 2", "--dp 2 --zero 2",
+                                   "--dp 2 --zero 3", "--pp 3"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(corpus, words, dtype):
     """It halves float16's loss scale and does not count in the bias correction: the next step is as
     if it had not been, to the bit."""

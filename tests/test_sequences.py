@@ -1,5 +1,5 @@
-"""Split sequences: ring attention, all-to-all and sequence parallelism compute what plain formulas
-say, and send and hold what the heads of their files say."""
+"""Split sequences: ring attention and all-to-all compute what plain formulas say, and send what the
+head of their file says; a block holds what the heads of the files say, also under --sp."""
 
 import math
 from unittest.mock import patch
@@ -13,24 +13,9 @@ from context_parallel import KINDS, merge, zigzag
 from mesh import Mesh
 from model import causal_attention
 from sizes import config_of
-from tensor_parallel import copy_to_ranks, gather_tokens, scatter_tokens, sum_over_ranks
-from tests.harness import VOCAB, close, config, ranks
-
-
-def random(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
-
+from tests.harness import VOCAB, close, config, random, ranks
 
 # ---- attention over tokens of several ranks ----
-
-
-@pytest.mark.parametrize("N", [1, 2, 3, 5])
-def test_zigzag_gives_each_token_to_one_rank_and_all_ranks_equal_work(N):
-    """A token at position p attends to p + 1 keys."""
-    each = [zigzag(8 * N, N, rank) for rank in range(N)]
-    assert torch.cat(each).sort().values.tolist() == [*range(8 * N)]
-    assert {(positions + 1).sum().item() for positions in each} == {4 * (8 * N + 1)}
-    assert each[0].tolist() == [0, 1, 2, 3, *range(8 * N - 4, 8 * N)]
 
 
 def plain_attention(q, k, v):
@@ -147,60 +132,6 @@ def test_the_ring_rounds_no_more_than_one_kernel():
     a part is rounded before it is added makes 1.15."""
     errors = torch.tensor(ranks(8, _rounding, 8)).norm(dim=0)  # of q, k and v, all ranks together
     assert (errors[0] < 1.25 * errors[1]).all(), errors
-
-
-@pytest.mark.parametrize("name", ["CUDNN", "FLASH", "EFFICIENT"])
-def test_the_kernels_of_gpus_take_these_arguments(name, monkeypatch):
-    """On the meta device, which has torch's checks and shapes but no numbers (test_gpu.py has)."""
-    kernel = getattr(context_parallel, name)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **more: kernel.value)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    q, k, v = (torch.empty(2, heads, tokens, 8, dtype=torch.bfloat16, device="meta")
-               for heads, tokens in ((6, 5), (2, 7), (2, 7)))
-    assert context_parallel.choose_kernel(q, k, v) == kernel
-    out, lse, rest = context_parallel.kernel(kernel, q, k, v, False)
-    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float
-    grads = context_parallel.kernel_backward(kernel, out, q, k, v, out, lse, rest, False)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
-
-
-# ---- sequence parallelism ----
-
-
-def _f_and_g(rank, T):
-    """{operator: (its result, the gradient of its input, elements sent forward, backward)}"""
-    group = Mesh(tp=T).group("tp")
-    found = {}
-    for operator, tokens in ((copy_to_ranks, 2 * T), (sum_over_ranks, 2 * T), (gather_tokens, 2),
-                             (scatter_tokens, 2 * T)):
-        x = random(3, tokens, 5, seed=rank).requires_grad_()
-        before = group.bytes_sent
-        y = operator(x, group)
-        between = group.bytes_sent
-        y.backward(random(*y.shape, seed=10 + rank))
-        found[operator.__name__] = (y.detach(), x.grad, (between - before) // 8,
-                                    (group.bytes_sent - between) // 8)
-    return found
-
-
-@pytest.mark.parametrize("T", [2, 3])
-def test_f_and_g_and_their_gradients_are_sums_and_pieces(T):
-    """Rank r's input is x_r, the gradient of its result g_r. Two halves of an all-reduce send as
-    much as the whole."""
-    x, g = ([random(3, 2 * T, 5, seed=first + r) for r in range(T)] for first in (0, 10))
-    own_x, own_g = (torch.cat([random(3, 2, 5, seed=first + r) for r in range(T)], dim=1)
-                    for first in (0, 10))
-    half = (T - 1) * 3 * 2 * 5  # (T-1)/T of the elements of (3, 2 T, 5)
-    for rank, found in enumerate(ranks(T, _f_and_g, T)):
-        tokens = slice(2 * rank, 2 * rank + 2)
-        want = {"copy_to_ranks": (x[rank], sum(g), 0, 2 * half),
-                "sum_over_ranks": (sum(x), g[rank], 2 * half, 0),
-                "gather_tokens": (own_x, sum(g)[:, tokens], half, half),
-                "scatter_tokens": (sum(x)[:, tokens], own_g, half, half)}
-        for name, (y, grad, *sent) in want.items():
-            close(found[name][0], y, name)
-            close(found[name][1], grad, f"gradient of {name}")
-            assert [*found[name][2:]] == sent, name
 
 
 # ---- memory ----
