@@ -73,15 +73,13 @@ class Mesh:
     """The world's ranks on named axes: Mesh(dp=2, pp=2, tp=2). A group is made when it is first
     asked for, by all ranks together: ask in the same order on all."""
 
-    def __init__(self, device="cpu", timeout=600, native=False, transport="auto", dp=1, pp=1, cp=1,
-                 tp=1, ep=1, shard=0):
+    def __init__(self, device="cpu", timeout=600, native=False, dp=1, pp=1, cp=1, tp=1, ep=1,
+                 shard=0):
         """The sizes are train.py's flags; shard=0: ZeRO shards over all data ranks. timeout:
-        seconds to wait for another rank. native: collectives are torch's own. transport: "auto",
-        shared memory between ranks of one machine; "gloo": gloo between all."""
+        seconds to wait for another rank. native: collectives are torch's own."""
         self.device = torch.device(device)
         self.timeout = timeout
         self.native = native
-        self.transport = transport
         shard = shard or dp
         sizes = {"rep": dp // shard, "shard": shard // ep, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
         self.sizes = sizes  # the outermost axis first
@@ -139,10 +137,8 @@ class Mesh:
         if self.device.type == "cuda":
             carrier = Nccl(*communicators, rank, self.timeout)
         else:
-            carrier = Gloo(*communicators)
-            if self.transport == "auto":
-                links = shared_memory.connect(communicators[0], rank, self.timeout)
-                carrier = shared_memory.SharedMemory(links, carrier, self.timeout)
+            links = shared_memory.connect(communicators[0], rank, self.timeout)
+            carrier = shared_memory.SharedMemory(links, Gloo(*communicators), self.timeout)
         native = communicators[0] if self.native else None
         return Group(name, self.device, ranks, rank, carrier, native)
 

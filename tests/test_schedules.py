@@ -128,6 +128,22 @@ def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpu
         assert most == simulated
 
 
+def loss_through_gloo(rank, cfg):
+    with patch("transport.shared_memory.machine", return_value=None):
+        trainer, data = make_trainer(cfg)
+    loss, _, _ = trainer.step(data.training(cfg, 0, trainer.mesh), 1e-3)
+    return loss.item()
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_no_schedule_waits_forever_where_a_send_waits_for_its_receive(corpus, schedule):
+    """gloo completes a send when the peer has posted the receive."""
+    words = f"--pp 3 --schedule {schedule} --microbatches 3 --n-layer 6"
+    whole, = ranks(1, loss_through_gloo, config(["--n-layer", "6"], corpus))
+    for loss in ranks(3, loss_through_gloo, config(words.split(), corpus)):
+        close(loss, whole)
+
+
 def halves(rank, cfg):
     """What this rank's stage does in a step: [("I" or "W", microbatch, did it change the gradient
     of a matrix?)]."""
