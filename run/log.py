@@ -1,13 +1,13 @@
-"""Prints the lines of a run, and writes them to metrics.jsonl in --out as JSON: one line per step,
-and one per validation.
+"""What a run says: its lines; with --watch each message of its first step; at its end, if the
+replicas agree.
 
     step 40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  0 min 9 s left
 
-comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU the host
-waits for none, so the log leaves it out.)
+metrics.jsonl in --out has a line of JSON for each step and each validation. comm: the share of the
+step in which rank 0's own thread waited for messages.
 
---watch prints every message of the first step. Both replace Work.wait or Group.exchange, which all
-messages pass, from outside: the files that train know nothing of the log.
+The files that train know nothing of the log: to count the waiting it replaces Work.wait and
+Background.start, and for --watch Group.exchange, which each message of --collectives ring passes.
 """
 
 import hashlib
@@ -26,9 +26,8 @@ import torch
 
 from collectives import Group, Work, all_reduce, maximum
 from mesh import DATA, grid
-from run.checkpoint import all_gather_text
-from run.flags import program
-from run.launch import say
+from run.checkpoint import all_gather_text, put_aside
+from run.flags import program, say
 from sizes import bytes_per_parameter, peak_flops
 from transport.background import Background
 
@@ -49,7 +48,7 @@ class Log:
         self.is_cuda = trainer.mesh.device.type == "cuda"
         self.unread = deque()  # (step, lr, read) of steps that were posted
         self.skipped = 0  # steps in a row that were not finite
-        self.stopping = False  # a signal to any rank has asked the run to stop
+        self.stop_asked = False  # has a signal to any rank asked the run to stop?
         self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
         self.finite = True  # was the last save's state finite?
@@ -57,11 +56,19 @@ class Log:
         self.metrics = None
         if trainer.mesh.rank == 0:
             with self.writing():
-                self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
+                path = Path(self.cfg.out, METRICS)
+                if not resumed_from and path.is_file() and path.stat().st_size:
+                    put_aside(path)  # another run's
+                interval = self.cfg.eval_interval
+                validates = interval > 0 and first > 0 and first % interval == 0
+                self.metrics = open_metrics(path, first, validates)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
-        self.waited = count_waiting()
+        # On a GPU, and in torch's own collectives, this thread waits elsewhere or not at all
+        self.waiting = None
+        if not self.is_cuda and self.cfg.collectives == "ring":
+            self.waiting = Waiting()
         self.since = time.perf_counter()
 
     def say(self, line):
@@ -109,7 +116,7 @@ class Log:
 
     @property
     def is_over(self):
-        return self.stopping or self.gave_up
+        return self.stop_asked or self.gave_up
 
     @contextmanager
     def watching(self, step):
@@ -123,11 +130,12 @@ class Log:
         self.say(story([message for text in texts for message in json.loads(text)],
                        self.cfg.watch))
 
-    def step(self, step, lr, loss, norm, stops):
-        """A step was posted; its numbers are tensors, the same on every rank. A GPU's are read one
-        step late, so that the host posts the next step meanwhile."""
+    def step(self, step, lr, loss, norm, asked):
+        """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
+        were asked to stop. A GPU's are read one step late, so that the host posts the next step
+        meanwhile; but before a checkpoint at once, so that is_over is known."""
         scale = self.trainer.optimizer.numbers()["scale"]
-        numbers = torch.stack([value.double() for value in (loss, norm, stops, scale)])
+        numbers = torch.stack([value.double() for value in (loss, norm, asked, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))
         self.done = step + 1
         saves = self.cfg.save_interval and self.done % self.cfg.save_interval == 0
@@ -137,8 +145,9 @@ class Log:
         """Read and print all steps but the last `unread`."""
         while len(self.unread) > unread:
             step, lr, read = self.unread.popleft()
-            loss, norm, stops, scale = read()  # waits for the device
-            self.stopping |= stops > 0
+            loss, norm, asked, scale = read()  # waits for the device
+            self.stop_asked |= asked > 0
+            # A scale above 1 (float16) is halved after such a step, and may be the cause
             self.skipped = 0 if math.isfinite(norm) or scale > 1 else self.skipped + 1
             self.print_step(step, lr, loss, norm, scale)
 
@@ -147,7 +156,7 @@ class Log:
         seconds = time.perf_counter() - self.since
         self.recent.append(seconds)
         rate = cfg.batch_size * cfg.block_size / seconds
-        comm = {} if self.is_cuda else {"comm": min(1.0, self.waited.pop() / seconds)}
+        comm = {"comm": min(1.0, self.waiting.pop() / seconds)} if self.waiting else {}
         loss_scale = {"scale": scale} if cfg.dtype == "float16" else {}
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
                    tokens_per_s=rate, **comm, **loss_scale)
@@ -191,7 +200,7 @@ class Log:
                           f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower "
                           "--lr may help")
             return
-        if self.stopping:
+        if self.stop_asked:
             self.say(f"stopped by a signal; --resume auto goes on from {self.saved}")
             self.ended_well = True
             return
@@ -208,31 +217,31 @@ class Log:
         self.ended_well = agree
 
 
-def open_metrics(path, first):
+def open_metrics(path, first, validates=False):
     """metrics.jsonl to append to, without the lines that this run, which begins with step `first`,
-    writes again, and without what a crash has left behind the last whole line."""
+    writes again, and without what a crash has left behind the last whole line. validates: does the
+    run begin with a validation? If not, a validation that ended the run before is kept."""
     kept = []
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] < first:
+                record = json.loads(line)
+                is_last_validation = record["step"] == first and "val_loss" in record
+                if record["step"] < first or (is_last_validation and not validates):
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")
 
 
-# ---- messages ----
-
-
-class Waited:
-    """Seconds that this process's own thread has waited for messages since pop() was called."""
+class Waiting:
+    """Counts, from now on, the seconds in which this process's own thread waits for messages: for
+    the end of a Work, and of what runs in the background."""
 
     def __init__(self):
         self.seconds = 0.0
-
-    def pop(self):
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        start = Background.start
+        Work.wait = self.timed(Work.wait)
+        Background.start = lambda *args: self.timed(start(*args))
 
     def timed(self, wait):
         def timed_wait(*args):
@@ -243,17 +252,13 @@ class Waited:
 
         return timed_wait
 
+    def pop(self):
+        """The seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
-def count_waiting():
-    """A Waited, which counts from now on: the ends of messages and of what runs in the background.
-    """
-    waited = Waited()
-    if not hasattr(Work, "untimed"):
-        Work.untimed, Background.untimed = Work.wait, Background.start
-    start = Background.untimed
-    Work.wait = waited.timed(Work.untimed)
-    Background.start = lambda *args: waited.timed(start(*args))
-    return waited
+
+# ---- --watch ----
 
 
 @contextmanager
@@ -289,12 +294,13 @@ def asked_by():
 
 def axis_of(group, sizes):
     """The axes along which a group's ranks differ, named like train.py's flags: "tp", "dp+cp". The
-    mesh splits --dp into three axes (DATA in mesh.py); the ranks that share experts are "ep"."""
-    names = group.name.split("_")  # such as shard_ep_cp, pp_ends, world
-    if names == ["ep"]:
-        return "ep"
-    axes = ["dp" if axis in DATA else axis for axis, size in sizes.items() if size > 1
-            and (names == ["world"] or axis in names or (axis in DATA and "dp" in names))]
+    mesh splits --dp into three axes (DATA in mesh.py): ep alone, without the others, is "ep"."""
+    names = group.name.split("_")  # such as shard_ep_cp, ep_tp, pp_ends, world
+    if names == ["world"]:
+        names = list(sizes)
+    is_data = not {"dp", "rep", "shard"}.isdisjoint(names)
+    axes = ["dp" if axis in DATA and is_data else axis for axis, size in sizes.items()
+            if size > 1 and (axis in names or (axis in DATA and "dp" in names))]
     return "+".join(dict.fromkeys(axes))
 
 
@@ -319,8 +325,11 @@ def story(sent, which):
 def peak_of_process():
     """The most bytes that this process has held at one time."""
     with suppress(OSError), open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+        for line in lines:
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def predicted_bytes(trainer):
