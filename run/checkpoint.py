@@ -39,11 +39,13 @@ import torch
 from collectives import all_gather, all_reduce, maximum
 from data.files import open_file, read_json
 from experts import on_meta, shapes_of
-from run.weights import EMBEDDING, HEAD, MODEL
+from model import UNTIED
+from run.flags import in_words
 from shard import bounds
 from sizes import config_from
 
-OPTIMIZER, MANIFEST = "optimizer.safetensors", "manifest.json"
+MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+EMBEDDING = "transformer.wte.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer one
@@ -64,11 +66,10 @@ def about(path, tensor=""):
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        where = str(getattr(error, "filename", None) or path)
-        if tensor:
-            where += f", tensor {tensor}"
-        what = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
-        raise CheckpointError(f"{where}: {what}") from None
+        line = in_words(error)
+        if not line.startswith(str(path)):  # else it names the file, or a file of the folder
+            line = f"{path}, tensor {tensor}: {line}" if tensor else f"{path}: {line}"
+        raise CheckpointError(line) from None
 
 
 # ---- safetensors ----
@@ -298,8 +299,8 @@ def weights_of(trainer):
     trained = zip(reducer.weights, reducer.tags, reducer.starts, strict=True)
     for values, tag, start in [*trained, *reducer.frozen]:
         yield tag.name, tag, start, values.view(-1)
-        if tag.name == EMBEDDING and HEAD not in trainer.shapes:
-            yield HEAD, tag, start, values.view(-1)  # a tied matrix is stored under both names
+        if tag.name == EMBEDDING and UNTIED not in trainer.shapes:
+            yield UNTIED, tag, start, values.view(-1)  # a tied matrix is stored under both names
 
 
 def states_of(trainer):
@@ -313,7 +314,7 @@ def states_of(trainer):
 def files_of(trainer, folder):
     """[(path, dtype's code, {tensor: full shape})] of the two files, the same on every rank."""
     shapes = dict(trainer.shapes)
-    shapes.setdefault(HEAD, shapes[EMBEDDING])  # tied: see weights_of
+    shapes.setdefault(UNTIED, shapes[EMBEDDING])  # tied: see weights_of
     states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained
               for kind in trainer.optimizer.named_states()}
     wide = torch.promote_types(trainer.dtype, torch.float32)

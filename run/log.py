@@ -59,8 +59,8 @@ class Log:
                 path = Path(self.cfg.out, METRICS)
                 if not resumed_from and path.is_file() and path.stat().st_size:
                     put_aside(path)  # another run's
-                interval = self.cfg.eval_interval
-                validates = interval > 0 and first > 0 and first % interval == 0
+                interval, steps = self.cfg.eval_interval, self.cfg.steps
+                validates = interval > 0 and (first % interval == 0 or first == steps)
                 self.metrics = open_metrics(path, first, validates)
             self.describe()
             if resumed_from:
@@ -220,7 +220,8 @@ class Log:
 def open_metrics(path, first, validates=False):
     """metrics.jsonl to append to, without the lines that this run, which begins with step `first`,
     writes again, and without what a crash has left behind the last whole line. validates: does the
-    run begin with a validation? If not, a validation that ended the run before is kept."""
+    run validate before its first step? If not, the validation at the end of the run before stays.
+    """
     kept = []
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
