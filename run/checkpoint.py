@@ -54,8 +54,7 @@ Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 
 class CheckpointError(ValueError):
-    """A file or a folder cannot be used. One line, which names it, and the tensor if there is one.
-    """
+    """A file or a folder cannot be used: one line that names it and, where known, the tensor."""
 
 
 @contextmanager
@@ -98,9 +97,9 @@ def read_header(path):
         text = file.read(length) if length <= min(size, MAX_HEADER) else b""
     try:
         return entries_of(path, json.loads(text), 8 + length, size)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged") from None
 
 
@@ -124,8 +123,7 @@ def entries_of(path, header, start, size):
 
 
 def expect(path, entries, shapes, codes=tuple(DTYPES)):
-    """CheckpointError unless there is an Entry of each of {name: shape}, with one of these dtypes.
-    """
+    """CheckpointError unless {name: shape} all have an Entry, with one of these dtypes."""
     for name, shape in shapes.items():
         if name not in entries:
             raise CheckpointError(f"{path}, tensor {name}: missing")
@@ -145,30 +143,32 @@ def read_tensor(entry):
     return tensor
 
 
-def write_slice(entry, tag, start, values):
-    """Write `values`, the elements from index `start` on of the slice that the tag describes, to
-    their places in the file of the full tensor.
+def runs_in_file(entry, tag, start, values):
+    """Where `values`, the elements from index `start` on of the slice that the tag describes, lie
+    in the file of the full tensor. Yields (place in the file, view of the bytes in memory) of each
+    contiguous run. `values` is on the CPU.
 
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
-    start = 1 three values go to elements 2 7 8, in two runs (in_full, in_values, length): (2, 0, 1)
-    and (7, 1, 2)."""
-    data = memoryview(values.cpu().view(torch.uint8).numpy())
+    start = 1 three values lie at elements 2 7 8: two runs, of one and of two values."""
+    data = memoryview(values.view(torch.uint8).numpy())
     width = values.element_size()
+    for in_full, in_values, length in tag.runs(start, start + len(values)):
+        run = data[in_values * width : (in_values + length) * width]
+        yield entry.begin + in_full * width, run
+
+
+def write_slice(entry, tag, start, values):
     with about(entry.path, entry.name), open(entry.path, "r+b") as file:
-        for in_full, in_values, length in tag.runs(start, start + len(values)):
-            file.seek(entry.begin + in_full * width)
-            file.write(data[in_values * width : (in_values + length) * width])
+        for place, run in runs_in_file(entry, tag, start, values.cpu()):
+            file.seek(place)
+            file.write(run)
 
 
 def read_slice(entry, tag, start, values):
-    """Fill `values` with what write_slice has written."""
     buffer = torch.empty_like(values, device="cpu")
-    data = memoryview(buffer.view(torch.uint8).numpy())
-    width = values.element_size()
     with about(entry.path, entry.name), open(entry.path, "rb") as file:
-        for in_full, in_values, length in tag.runs(start, start + len(values)):
-            file.seek(entry.begin + in_full * width)
-            run = data[in_values * width : (in_values + length) * width]
+        for place, run in runs_in_file(entry, tag, start, buffer):
+            file.seek(place)
             if file.readinto(run) < len(run):
                 raise ValueError("the file ends early")
     values.copy_(buffer)
@@ -225,8 +225,8 @@ def read_manifest(folder):
 
 
 def complete(out):
-    """[(number, folder)] of the complete checkpoints in `out`, in the order in which they were
-    written; says which ones cannot be read."""
+    """[(number, folder)] of the checkpoints in `out` that can be read, in the order in which they
+    were written; says which ones cannot."""
     found = []
     for folder in sorted(Path(out).glob("step-*")):
         if folder.suffix == ".tmp":
@@ -264,10 +264,9 @@ def begin(cfg, data, world):
                     found = str(folder)  # the last one
             elif cfg.resume != "no":
                 found = str(find(cfg.resume))
-    mine = f"{cfg}, data {data.fingerprint()}"
-    texts = all_gather_text(mine, world)
-    for rank, theirs in enumerate(texts):
-        if theirs != texts[0]:
+    texts = all_gather_text(f"{cfg}, data {data.fingerprint()}", world)
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
             raise CheckpointError(f"rank {rank} has other flags or data than rank 0")
     found = all_gather_text(found, world)[0]
     return Path(found) if found else None

@@ -233,13 +233,12 @@ def check_layout(cfg, world):
         if f.type in (int, float) and not least <= getattr(cfg, f.name) < 2**63:  # nor nan
             raise ValueError(f"{given(cfg, f.name)} must be at least {least}, and below 2^63")
     require(1 <= cfg.timeout <= 10**6, f"{given(cfg, 'timeout')} must be from 1 to 1000000 seconds")
-    ranks = cfg.tp * cfg.pp * cfg.cp * max(1, cfg.dp)
-    require(ranks <= 10**6, f"{given(cfg, 'dp', 'tp', 'pp', 'cp')}: more than 1000000 ranks")
     stages = cfg.pp * SCHEDULES[cfg.schedule].chunks
     require(stages <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'schedule')}: {stages} stages must be "
             f"at most --n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
     choose(cfg, world)
     ranks = cfg.dp * cfg.tp * cfg.pp * cfg.cp
+    require(ranks <= 10**6, f"{given(cfg, 'dp', 'tp', 'pp', 'cp')} must be at most 1000000 ranks")
     require(world in (1, ranks), f"{given(cfg, 'dp', 'tp', 'pp', 'cp')} = {ranks} does not match "
             f"the {world} processes; start {ranks}, or one, which starts the others")
 

@@ -33,7 +33,7 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from run.flags import check_device, fail, in_words, program, read_command_line, say
+from run.flags import check_device, fail, given, in_words, program, read_command_line, say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they ask a run to save and stop
 # What the launcher tells a rank in its environment, beside torchrun's variables
@@ -80,11 +80,8 @@ def start(description):
     rank, world, *_ = place()
     cfg, ranks = read_command_line(description, world)
     if rank == 0 and LAUNCHER not in os.environ:
-        axes = {"data": cfg.dp, "pipeline": cfg.pp, "context": cfg.cp, "tensor": cfg.tp}
-        split = " x ".join(f"{size} {name}" for name, size in axes.items() if size > 1)
-        model = "GPT" if cfg.arch == "gpt2" else cfg.arch.capitalize()
-        say(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on "
-            + (f"{ranks} ranks: {split}" if split else "one rank") + "; loading torch", sys.stdout)
+        say(f"{given(cfg, 'dp', 'pp', 'cp', 'tp')}: {ranks} rank{'s' * (ranks > 1)}; loading torch",
+            sys.stdout)
     if ranks > world:
         sys.exit(launch(ranks, min(GRACE, cfg.timeout)))
 

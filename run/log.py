@@ -45,6 +45,7 @@ class Log:
         self.trainer, self.data, self.cfg = trainer, data, trainer.cfg
         self.first = self.done = first
         self.world = trainer.mesh.world
+        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         self.is_cuda = trainer.mesh.device.type == "cuda"
         self.unread = deque()  # (step, lr, read) of steps that were posted
         self.skipped = 0  # steps in a row that were not finite
@@ -56,12 +57,9 @@ class Log:
         self.metrics = None
         if trainer.mesh.rank == 0:
             with self.writing():
-                path = Path(self.cfg.out, METRICS)
-                if not resumed_from and path.is_file() and path.stat().st_size:
-                    put_aside(path)  # another run's
                 interval, steps = self.cfg.eval_interval, self.cfg.steps
                 validates = interval > 0 and (first % interval == 0 or first == steps)
-                self.metrics = open_metrics(path, first, validates)
+                self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
@@ -96,7 +94,6 @@ class Log:
 
     def describe(self):
         trainer, cfg = self.trainer, self.cfg
-        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         device = "GPU" if self.is_cuda else "CPU"
         self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps of "
                  f"{cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
@@ -218,17 +215,19 @@ class Log:
 
 
 def open_metrics(path, first, validates=False):
-    """metrics.jsonl to append to, without the lines that this run, which begins with step `first`,
-    writes again, and without what a crash has left behind the last whole line. validates: does the
-    run validate before its first step? If not, the validation at the end of the run before stays.
-    """
+    """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
+    aside. One that goes on from step `first` removes the lines that it writes again, and what a
+    crash has left behind the last whole line. validates: does it validate before its first step?
+    If not, the validation at the end of the earlier run stays."""
     kept = []
-    if path.is_file():
+    if first == 0 and path.is_file() and path.stat().st_size:
+        put_aside(path)
+    elif path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                is_last_validation = record["step"] == first and "val_loss" in record
-                if record["step"] < first or (is_last_validation and not validates):
+                stays = "val_loss" in record and record["step"] == first and not validates
+                if record["step"] < first or stays:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")
