@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections import namedtuple
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from collectives import all_gather, all_reduce, maximum
 from data.files import open_file, read_json
 from experts import on_meta, shapes_of
 from model import UNTIED
-from run.flags import in_words
+from run.flags import in_words, say
 from shard import bounds
 from sizes import config_from
 
@@ -236,7 +235,7 @@ def complete(out):
                 read_header(folder / file)
             found.append((read_manifest(folder)["number"], folder))
         except CheckpointError as error:
-            print(f"{folder} skipped: {error}", file=sys.stderr)
+            say(f"{folder} skipped: {error}")
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ refused in one line. Files are data: no pickle is loaded.
 from run.flags import Parser, fail, say
 
 
-def read_flags():
+def export_flags():
     parser = Parser(__doc__)
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
     parser.add_argument("--to", required=True, help="the folder to write")
@@ -18,7 +18,7 @@ def read_flags():
 
 
 if __name__ == "__main__":
-    read_flags()  # a wrong flag ends the process here, without torch
+    export_flags()  # a wrong flag ends the process here, without torch
 
 import json
 import sys
@@ -254,7 +254,7 @@ def export(folder, to):
 
 
 def main():
-    args = read_flags()
+    args = export_flags()
     try:
         folder = find(args.out)
         export(folder, Path(args.to))
