@@ -401,16 +401,18 @@ def test_comm_is_left_out_where_torchs_own_collectives_wait(corpus, tmp_path):
 
 def test_a_later_run_loses_no_line_of_an_earlier_one(corpus, tmp_path):
     """A run that goes on keeps the last validation; one that begins anew puts the file aside."""
-    train_here(config("--steps 3 --eval-interval 2".split(), corpus, out=str(tmp_path)))
-    first = (tmp_path / METRICS).read_text()
+    def metrics_after(*words):
+        with patch("run.checkpoint.lock"):  # which is held until this process ends
+            train_here(config([*words, "--eval-interval", "2"], corpus, out=str(tmp_path)))
+        return (tmp_path / METRICS).read_text()
+
+    first = metrics_after("--steps", "3")
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 2, 3]
-    train_here(config("--steps 4 --eval-interval 2 --resume auto".split(), corpus,
-                      out=str(tmp_path)))
-    assert (tmp_path / METRICS).read_text().startswith(first)
+    second = metrics_after("--steps", "4", "--resume", "auto")
+    assert second.startswith(first)
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 2, 3, 3, 4]
-    before = (tmp_path / METRICS).read_text()
-    train_here(config(["--steps", "2"], corpus, out=str(tmp_path / "again" / "..")))
-    assert (tmp_path / f"{METRICS}.old-1").read_text() == before
+    metrics_after("--steps", "2")
+    assert (tmp_path / f"{METRICS}.old-1").read_text() == second
 
 
 def test_a_config_json_that_cannot_be_read_is_one_line(tmp_path, capsys, monkeypatch):
