@@ -1,13 +1,10 @@
-"""What a run says: its lines; with --watch each message of its first step; at its end, if the
-replicas agree.
+"""Prints the lines of a run, and writes them to metrics.jsonl in --out as JSON: one line per step,
+and one per validation. At the end of a run it compares the replicas.
 
     step 40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  0 min 9 s left
 
-metrics.jsonl in --out has a line of JSON for each step and each validation. comm: the share of the
-step in which rank 0's own thread waited for messages.
-
-The files that train know nothing of the log: to count the waiting it replaces Work.wait and
-Background.start, and for --watch Group.exchange, which each message of --collectives ring passes.
+comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU, and in
+torch's own collectives, that thread does not wait in Work.wait: the log leaves it out.)
 """
 
 import hashlib
@@ -17,17 +14,18 @@ import resource
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from collectives import Group, Work, all_reduce, maximum
-from mesh import DATA, grid
+from collectives import Work, all_reduce, maximum
+from mesh import grid
 from run.checkpoint import all_gather_text, put_aside
 from run.flags import program, say
+from run.watch import story, watched
 from sizes import bytes_per_parameter, peak_flops
 from transport.background import Background
 
@@ -63,10 +61,8 @@ class Log:
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
-        # On a GPU, and in torch's own collectives, this thread waits elsewhere or not at all
-        self.waiting = None
-        if not self.is_cuda and self.cfg.collectives == "ring":
-            self.waiting = Waiting()
+        counts = not self.is_cuda and self.cfg.collectives == "ring"
+        self.waiting = Waiting() if counts else None
         self.since = time.perf_counter()
 
     def say(self, line):
@@ -235,7 +231,8 @@ def open_metrics(path, first, validates=False):
 
 class Waiting:
     """Counts, from now on, the seconds in which this process's own thread waits for messages: for
-    the end of a Work, and of what runs in the background."""
+    the end of a Work, and of what runs in the background. Replaces Work.wait and Background.start
+    for that: the files that train know nothing of the log."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -256,67 +253,6 @@ class Waiting:
         """The seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
-
-
-# ---- --watch ----
-
-
-@contextmanager
-def watched(mesh):
-    """A context, given a list: each message that this rank sends in it, (time in seconds, sender,
-    receiver, axis, who asked for it, shape, bytes)."""
-    sent = []
-    exchange = Group.exchange
-
-    def noted(group, send=None, dst=None, *args, **more):
-        if send is not None and send.numel() > 0:
-            sent.append((time.time(), mesh.rank, group.ranks[dst],
-                         axis_of(group, mesh.sizes), asked_by(), [*send.shape],
-                         send.numel() * send.element_size()))
-        return exchange(group, send, dst, *args, **more)
-
-    Group.exchange = noted
-    try:
-        yield sent
-    finally:
-        Group.exchange = exchange
-
-
-def asked_by():
-    """The collective that sends a message and the function that called it, read from the call
-    stack: "all_reduce, ddp.py DDP.reduce"."""
-    frame, collective = sys._getframe(2), "exchange"
-    while Path(frame.f_code.co_filename).name == "collectives.py":
-        frame, collective = frame.f_back, frame.f_code.co_name
-    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
-    return f"{collective}, {Path(frame.f_code.co_filename).name} {name}"
-
-
-def axis_of(group, sizes):
-    """The axes along which a group's ranks differ, named like train.py's flags: "tp", "dp+cp". The
-    mesh splits --dp into three axes (DATA in mesh.py): ep alone, without the others, is "ep"."""
-    names = group.name.split("_")  # such as shard_ep_cp, ep_tp, pp_ends, world
-    if names == ["world"]:
-        names = list(sizes)
-    is_data = not {"dp", "rep", "shard"}.isdisjoint(names)
-    axes = ["dp" if axis in DATA and is_data else axis for axis, size in sizes.items()
-            if size > 1 and (axis in names or (axis in DATA and "dp" in names))]
-    return "+".join(dict.fromkeys(axes))
-
-
-def story(sent, which):
-    """The lines of --watch, and the sums of each axis. which: "all", a rank, or an axis."""
-    lines, times, nbytes = [], Counter(), Counter()
-    begin = min(message[0] for message in sent)
-    for seconds, src, dst, axis, what, shape, size in sorted(sent):
-        if which in ("all", str(src), str(dst), *axis.split("+")):
-            size_text = "x".join(map(str, shape))
-            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  "
-                         f"{what:52} {size_text:>12} {size:>10,} bytes")
-            times[axis] += 1
-            nbytes[axis] += size
-    return "\n".join(lines + [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes"
-                              for axis in sorted(times)])
 
 
 # ---- at the end: memory, and do replicas agree? ----
