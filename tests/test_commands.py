@@ -23,7 +23,8 @@ from mesh import Mesh
 from pipeline import Pipeline
 from run import weights
 from run.flags import check_device, check_layout, parse, read_command_line
-from run.log import METRICS, Log, axis_of, open_metrics, peak_of_process, story, watched
+from run.log import METRICS, Log, open_metrics, peak_of_process
+from run.watch import axis_of, story, watched
 from tests.harness import HERE, command, config, make_trainer, ranks, records, refused
 
 # ---- flags ----
