@@ -65,7 +65,8 @@ def about(path, tensor=""):
         raise
     except (OSError, ValueError) as error:
         line = in_words(error)
-        if not line.startswith(str(path)):  # else it names the file, or a file of the folder
+        # It may name the file, or a file in the folder `path`
+        if not getattr(error, "filename", None) and not line.startswith(str(path)):
             line = f"{path}, tensor {tensor}: {line}" if tensor else f"{path}: {line}"
         raise CheckpointError(line) from None
 
