@@ -21,6 +21,7 @@ import signal
 # those of train.py some more. (A module that is not a command imports this one in a function.)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import atexit
 import ctypes
 import math
 import os
@@ -61,6 +62,13 @@ def place():
         return 0, 1, 0, 1
     return (environment_number("RANK", ""), size, environment_number("LOCAL_RANK", 0),
             environment_number("LOCAL_WORLD_SIZE", 1))
+
+
+def ignore_signals():
+    """To a process that has done its work, a signal that repeats an earlier one comes too late.
+    (Python's own end would restore the default: the process would end by that signal.)"""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 # ---- start ----
@@ -160,6 +168,7 @@ def launch(size, grace):
         for process in ranks:
             process.kill()
             process.wait()
+    ignore_signals()
     return exit_code(codes, received)
 
 
@@ -345,3 +354,4 @@ def on_stop(trainer):
 
     for number in SIGNALS:
         signal.signal(number, handler)
+    atexit.register(ignore_signals)
