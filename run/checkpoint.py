@@ -30,7 +30,7 @@ import shutil
 import time
 from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -214,9 +214,13 @@ def read_manifest(folder):
         if type(step) is not int or step < 0 or type(model) is not dict:
             raise ValueError("damaged: it has no step, or no model")
         try:
-            config_from(model)
+            config = config_from(model)
         except TypeError as error:
             raise ValueError(f"damaged: {error}") from None
+        for f in fields(config):
+            if type(getattr(config, f.name)) is not f.type:
+                raise ValueError(f"damaged, no model has its sizes: {f.name} is "
+                                 f"{getattr(config, f.name)!r:.40}")
         for name in ("number", "updates", "good_steps", "scale"):
             value = manifest.get(name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
