@@ -12,11 +12,12 @@ A safetensors file is a JSON header and then the data:
 
 The header follows from names, shapes and dtype. So every rank knows, without a message, where each
 element of the full model lies in the file, and writes or reads its own slices there, as its tags
-say (Tag.runs in shard.py). Nothing is gathered.
+say (Tag.runs in shard.py). Nothing is gathered. (ZeRO writes its piece of a slice and reads its
+pieces of the states; of a weight it reads the whole slice, then keeps its piece.)
 
-A folder is complete if it has a manifest.json. All files are written into step-N.tmp, the manifest
-last; once they are on the disk, the folder is renamed to step-N. No complete checkpoint is deleted:
-a step-N that is written again (the run went back) moves the old one aside, to step-N.old-1.
+All files are written into step-N.tmp. Once they are on the disk, the folder is renamed to step-N,
+and only then it is a checkpoint, which is never deleted: a step-N that is written again (the run
+went back) moves the old one aside, to step-N.old-1.
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
@@ -26,11 +27,10 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from collectives import all_gather, all_reduce, maximum
 from data.files import open_file, read_json
 from experts import on_meta, shapes_of
 from model import UNTIED
+from run.flags import in_words, say
 from shard import bounds
 from sizes import config_from
 
@@ -52,8 +53,7 @@ Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 
 class CheckpointError(ValueError):
-    """A file or a folder cannot be used. One line, which names it, and the tensor if there is one.
-    """
+    """A file or a folder cannot be used: one line that names it and, where known, the tensor."""
 
 
 @contextmanager
@@ -64,18 +64,18 @@ def about(path, tensor=""):
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        where = str(getattr(error, "filename", None) or path)
-        if tensor:
-            where += f", tensor {tensor}"
-        what = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
-        raise CheckpointError(f"{where}: {what}") from None
+        line = in_words(error)
+        # It may name the file, or a file in the folder `path`
+        if not getattr(error, "filename", None) and not line.startswith(str(path)):
+            line = f"{path}, tensor {tensor}: {line}" if tensor else f"{path}: {line}"
+        raise CheckpointError(line) from None
 
 
 # ---- safetensors ----
 
 
 def make_header(shapes, code):
-    """(the first bytes of a file, bytes of the whole file) for {name: shape}: tensors of one dtype,
+    """(a file's bytes before its data, the file's size) for {name: shape}: tensors of one dtype,
     side by side in this order."""
     header = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -84,8 +84,8 @@ def make_header(shapes, code):
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
-    first = len(text).to_bytes(8, "little") + text
-    return first, len(first) + end
+    head = len(text).to_bytes(8, "little") + text
+    return head, len(head) + end
 
 
 def read_header(path):
@@ -97,9 +97,9 @@ def read_header(path):
         text = file.read(length) if length <= min(size, MAX_HEADER) else b""
     try:
         return entries_of(path, json.loads(text), 8 + length, size)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged") from None
 
 
@@ -123,8 +123,7 @@ def entries_of(path, header, start, size):
 
 
 def expect(path, entries, shapes, codes=tuple(DTYPES)):
-    """CheckpointError unless there is an Entry of each of {name: shape}, with one of these dtypes.
-    """
+    """CheckpointError unless {name: shape} all have an Entry, with one of these dtypes."""
     for name, shape in shapes.items():
         if name not in entries:
             raise CheckpointError(f"{path}, tensor {name}: missing")
@@ -144,24 +143,35 @@ def read_tensor(entry):
     return tensor
 
 
-def move(entry, tag, start, values, saving):
-    """Write `values`, the elements from index `start` on of the slice that the tag describes, to
-    their places in the file of the full tensor; or read them from there.
+def runs_in_file(entry, tag, start, values):
+    """Where `values`, the elements from index `start` on of the slice that the tag describes, lie
+    in the file of the full tensor. Yields (place in the file, view of the bytes in memory) of each
+    contiguous run. `values` is on the CPU.
 
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
-    start = 1 three values go to elements 2 7 8, in two runs (in_full, in_values, length): (2, 0, 1)
-    and (7, 1, 2)."""
-    buffer = values.cpu()  # on a CPU: `values` itself, no copy
-    data = memoryview(buffer.view(torch.uint8).numpy())
-    width = buffer.element_size()
-    with about(entry.path, entry.name), open(entry.path, "r+b" if saving else "rb") as file:
-        for in_full, in_values, length in tag.runs(start, start + len(values)):
-            file.seek(entry.begin + in_full * width)
-            run = data[in_values * width : (in_values + length) * width]
-            if (file.write(run) if saving else file.readinto(run)) < len(run):
+    start = 1 three values lie at elements 2 7 8: two runs, of one and of two values."""
+    data = memoryview(values.view(torch.uint8).numpy())
+    width = values.element_size()
+    for in_full, in_values, length in tag.runs(start, start + len(values)):
+        run = data[in_values * width : (in_values + length) * width]
+        yield entry.begin + in_full * width, run
+
+
+def write_slice(entry, tag, start, values):
+    with about(entry.path, entry.name), open(entry.path, "r+b") as file:
+        for place, run in runs_in_file(entry, tag, start, values.cpu()):
+            file.seek(place)
+            file.write(run)
+
+
+def read_slice(entry, tag, start, values):
+    buffer = torch.empty_like(values, device="cpu")
+    with about(entry.path, entry.name), open(entry.path, "rb") as file:
+        for place, run in runs_in_file(entry, tag, start, buffer):
+            file.seek(place)
+            if file.readinto(run) < len(run):
                 raise ValueError("the file ends early")
-    if not saving:
-        values.copy_(buffer)
+    values.copy_(buffer)
 
 
 # ---- the ranks agree ----
@@ -204,9 +214,13 @@ def read_manifest(folder):
         if type(step) is not int or step < 0 or type(model) is not dict:
             raise ValueError("damaged: it has no step, or no model")
         try:
-            config_from(model)
+            config = config_from(model)
         except TypeError as error:
             raise ValueError(f"damaged: {error}") from None
+        for f in fields(config):
+            if type(getattr(config, f.name)) is not f.type:
+                raise ValueError(f"damaged, no model has its sizes: {f.name} is "
+                                 f"{getattr(config, f.name)!r:.40}")
         for name in ("number", "updates", "good_steps", "scale"):
             value = manifest.get(name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
@@ -215,27 +229,28 @@ def read_manifest(folder):
 
 
 def complete(out):
-    """[(number, folder)] of the complete checkpoints in `out`, in the order in which they were
-    written; says which ones cannot be read."""
+    """[(number, folder)] of the checkpoints in `out` that can be read, in the order in which they
+    were written; says which ones cannot."""
     found = []
     for folder in sorted(Path(out).glob("step-*")):
-        if folder.suffix == ".tmp" and not os.path.lexists(folder / MANIFEST):
+        if folder.suffix == ".tmp":
             continue  # a save that was interrupted
         try:
             for file in (MODEL, OPTIMIZER):
                 read_header(folder / file)
             found.append((read_manifest(folder)["number"], folder))
         except CheckpointError as error:
-            print(f"{folder} skipped: {error}", file=sys.stderr)
+            say(f"{folder} skipped: {error}")
     return sorted(found)
 
 
 def find(path):
     """The checkpoint at `path`: this folder itself, or the newest in it. CheckpointError if there
     is none."""
-    if Path(path, MANIFEST).exists():
-        return Path(path)
-    found = complete(path)
+    with about(path):
+        if Path(path, MANIFEST).exists():
+            return Path(path)
+        found = complete(path)
     if not found:
         raise CheckpointError(f"{path}: no complete checkpoint there")
     return found[-1][1]
@@ -249,21 +264,21 @@ def begin(cfg, data, world):
         if world.rank == 0:
             lock(cfg.out)
             if cfg.resume == "auto":
-                found = str(([(0, "")] + complete(cfg.out))[-1][1])
+                for _, folder in complete(cfg.out):
+                    found = str(folder)  # the last one
             elif cfg.resume != "no":
                 found = str(find(cfg.resume))
-    mine = f"{cfg}, data {data.fingerprint()}"
-    texts = all_gather_text(mine, world)
-    for rank, theirs in enumerate(texts):
-        if theirs != texts[0]:
+    texts = all_gather_text(f"{cfg}, data {data.fingerprint()}", world)
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
             raise CheckpointError(f"rank {rank} has other flags or data than rank 0")
     found = all_gather_text(found, world)[0]
     return Path(found) if found else None
 
 
 def lock(out):
-    """Make the folder `out`, and lock it until this process ends. CheckpointError if another run
-    writes there."""
+    """Make the folder `out` and, where the file system has locks, lock it until this process ends.
+    CheckpointError if another run writes there."""
     path = Path(out, ".lock")
     with about(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,31 +288,36 @@ def lock(out):
         except BlockingIOError:
             raise CheckpointError(f"--out {out}: another run writes there; name another folder") \
                 from None
+        except OSError:
+            pass  # no locks: some NFS and Lustre
 
 
 # ---- save and load ----
 
 
-def pieces(trainer):
-    """Yields (tag, start, {tensor's name: this rank's values}) of each parameter: the weight and,
-    unless it is frozen, the optimizer's states. start: index of the first value in the slice that
-    the tag describes; above 0 where ZeRO has cut the slice."""
+def weights_of(trainer):
+    """Yields (tensor's name, tag, start, values): this rank's piece of each weight. start: index of
+    the first value in the slice that the tag describes; above 0 where ZeRO has cut the slice."""
     reducer = trainer.reducer
-    states = trainer.optimizer.named_states()
-    for i, (weights, tag, start) in enumerate(
-            [*zip(reducer.weights, reducer.tags, reducer.starts, strict=True), *reducer.frozen]):
-        tensors = {tag.name: weights}
+    trained = zip(reducer.weights, reducer.tags, reducer.starts, strict=True)
+    for values, tag, start in [*trained, *reducer.frozen]:
+        yield tag.name, tag, start, values.view(-1)
         if tag.name == EMBEDDING and UNTIED not in trainer.shapes:
-            tensors[UNTIED] = weights
-        if i < len(reducer.weights):  # else frozen
-            tensors |= {f"{tag.name}.{kind}": values[i] for kind, values in states.items()}
-        yield tag, start, {name: values.view(-1) for name, values in tensors.items()}
+            yield UNTIED, tag, start, values.view(-1)  # a tied matrix is stored under both names
+
+
+def states_of(trainer):
+    """Yields the same of each state of the optimizer."""
+    reducer = trainer.reducer
+    for kind, pieces in trainer.optimizer.named_states().items():
+        for values, tag, start in zip(pieces, reducer.tags, reducer.starts, strict=True):
+            yield f"{tag.name}.{kind}", tag, start, values.view(-1)
 
 
 def files_of(trainer, folder):
     """[(path, dtype's code, {tensor: full shape})] of the two files, the same on every rank."""
     shapes = dict(trainer.shapes)
-    shapes.setdefault(UNTIED, shapes[EMBEDDING])  # a tied matrix is stored under both of its names
+    shapes.setdefault(UNTIED, shapes[EMBEDDING])  # tied: see weights_of
     states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained
               for kind in trainer.optimizer.named_states()}
     wide = torch.promote_types(trainer.dtype, torch.float32)
@@ -307,9 +327,12 @@ def files_of(trainer, folder):
 
 def is_finite(trainer):
     """Are all weights and states of this rank finite?"""
-    tensors = [values for _, _, found in pieces(trainer) for values in found.values()]
-    norms = torch._foreach_norm([t for t in tensors if t.numel()], math.inf)
-    return bool(torch.stack([norm.double() for norm in norms]).isfinite().all()) if norms else True
+    pieces = [*weights_of(trainer), *states_of(trainer)]
+    held = [values for _, _, _, values in pieces if values.numel()]
+    if not held:
+        return True
+    norms = torch._foreach_norm(held, math.inf)
+    return bool(torch.stack([norm.double() for norm in norms]).isfinite().all())
 
 
 def put_aside(folder):
@@ -342,25 +365,21 @@ def save(trainer, step, data_folder=""):
     with together(world), about(folder):
         if world.rank == 0:
             for path in out.glob("step-*.tmp"):  # what interrupted saves have left
-                if os.path.lexists(path / MANIFEST):
-                    put_aside(path)
-                else:
-                    shutil.rmtree(path)
+                shutil.rmtree(path)
             folder.mkdir()
             for path, code, shapes in files:
-                header, size = make_header(shapes, code)
-                path.write_bytes(header)
+                head, size = make_header(shapes, code)
+                path.write_bytes(head)
                 os.truncate(path, size)
     with together(world):
         entries = {name: entry for path, _, _ in files for name, entry in read_header(path).items()}
-        for tag, start, tensors in pieces(trainer):
+        for name, tag, start, values in [*weights_of(trainer), *states_of(trainer)]:
             if not tag.first:
                 continue  # another rank of this replica writes this slice
-            for name, values in tensors.items():
-                first, stop = 0, len(values)
-                if not trainer.reducer.sharded:  # each replica holds all, and writes a part
-                    first, stop = bounds(len(values), tag.sum_over[0])
-                move(entries[name], tag, start + first, values[first:stop], saving=True)
+            begin, stop = 0, len(values)
+            if not trainer.reducer.sharded:  # each replica holds all, and writes a part
+                begin, stop = bounds(len(values), tag.sum_over[0])
+            write_slice(entries[name], tag, start + begin, values[begin:stop])
     with together(world), about(folder):
         if world.rank == 0:
             numbers = trainer.optimizer.numbers().items()
@@ -368,7 +387,7 @@ def save(trainer, step, data_folder=""):
                         "step": step,
                         **{name: value.item() for name, value in numbers},
                         "model": asdict(trainer.model_config),
-                        "config": vars(trainer.cfg),
+                        "config": vars(trainer.cfg),  # the flags, for people
                         "data": str(Path(data_folder).resolve())}
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*folder.iterdir(), folder):
@@ -382,19 +401,21 @@ def save(trainer, step, data_folder=""):
 
 def value_from(folder, config, dtype):
     """A function value(tag): this rank's slice of a weight, on the CPU, from a checkpoint of any
-    layout. CheckpointError if the checkpoint is damaged, or of another model or dtype."""
+    layout. CheckpointError if the checkpoint is damaged, or of another model or dtype. (Not
+    collective: a rank that cannot read fails alone, and ends the others.)"""
     theirs = config_from(read_manifest(folder)["model"])
     for name, wanted in {"arch": config.arch, **asdict(config)}.items():
         found = getattr(theirs, name, None)
         if found != wanted:
-            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {wanted}")
+            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {wanted}; give "
+                                  "the flags of the run that wrote it, --init-from too")
     path = Path(folder, MODEL)
     entries = read_header(path)
     expect(path, entries, shapes_of(on_meta(config)), [CODES[dtype]])
 
     def value(tag):
         part = torch.empty(tag.slice_shape, dtype=dtype)
-        move(entries[tag.name], tag, 0, part.view(-1), saving=False)
+        read_slice(entries[tag.name], tag, 0, part.view(-1))
         return part
 
     return value
@@ -414,10 +435,8 @@ def load(trainer, folder):
         _, (path, code, shapes) = files_of(trainer, Path(folder))
         entries = read_header(path)
         expect(path, entries, shapes, [code])
-        for tag, start, tensors in pieces(trainer):
-            for name, values in tensors.items():
-                if name in entries:
-                    move(entries[name], tag, start, values, saving=False)
+        for name, tag, start, values in states_of(trainer):
+            read_slice(entries[name], tag, start, values)
     for name, value in trainer.optimizer.numbers().items():
         value.fill_(manifest[name])
     return manifest["step"]

@@ -11,16 +11,18 @@ import argparse
 import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
-from run.weights import sizes_of
+from run.config_json import sizes_of
 from schedules import SCHEDULES
 from sizes import WIDTHS
 
 
-def flag(default, help, choices=None, alone=None):
-    """A field of Config. alone: the flag's value where the command line gives it without one."""
-    return field(default=default, metadata={"help": help, "choices": choices, "alone": alone})
+def flag(default, help, choices=None, const=None):
+    """A field of Config. const: the value of a flag that stands alone, such as --watch; None: the
+    flag needs a value."""
+    return field(default=default, metadata={"help": help, "choices": choices, "const": const})
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Config:
                             ("auto", "ring", "native"))
     timeout: float = flag(600.0, "seconds to wait for another rank before giving up")
     watch: str = flag("", "print every message of the first step; --watch 3: those of rank 3; "
-                      "--watch tp: those along one axis", alone="all")
+                      "--watch tp: those along one axis", const="all")
     # no flags: sizes of a Llama that the folder of --init-from gives
     n_hidden: int = 0  # hidden units of an MLP; 0: 8/3 of the width, up to a multiple of 64
     head_dim: int = 0  # width of a head; 0: the width / --n-head
@@ -81,13 +83,14 @@ class Config:
     untied: bool = False  # lm_head has a matrix of its own
 
 
-HEADINGS = {"dp": "layout", "arch": "model", "steps": "training", "data": "run"}  # where they begin
-# The least value of a flag that is a number; all others: 0
+# {first flag of a group in --help: the group's heading}
+HEADINGS = {"dp": "layout", "arch": "model", "steps": "training", "data": "run"}
+# Flags whose least value is 1; the least value of other numbers is 0
 AT_LEAST_1 = ("tp", "pp", "cp", "ep", "n_layer", "n_head", "n_embd", "block_size", "top_k",
               "batch_size")
 
 
-# ---- one line for a user's error ----
+# ---- lines for the user ----
 
 
 def program():
@@ -104,10 +107,16 @@ def in_words(error):
     return text.replace("\n", "\\n")
 
 
+def say(line, stream=None):
+    """Print a line, to a stream that may be closed or on a full disk."""
+    with suppress(OSError, ValueError):
+        print(line, file=stream or sys.stderr, flush=True)
+
+
 def fail(error):
     """Print the error on one rank of each machine, and end this process with exit code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{program()}: {in_words(error)}", file=sys.stderr, flush=True)
+        say(f"{program()}: {in_words(error)}")
     sys.exit(2)
 
 
@@ -146,16 +155,15 @@ def parse(args=None, description=None):
                 text += ": " + ", ".join(f.metadata["choices"])
             if f.default != "":
                 text += f" ({f.default})"
-        if f.metadata["alone"]:
-            options.update(nargs="?", const=f.metadata["alone"])
+        if f.metadata["const"]:
+            options.update(nargs="?", const=f.metadata["const"])
         group.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text,
                            **options)
-    given = vars(parser.parse_args(args))
-    if given["init_from"] and os.path.isfile(os.path.join(given["init_from"], "config.json")):
-        sizes = sizes_of(given["init_from"])
-        parser.set_defaults(**sizes)  # a flag that was given still counts
-        given = sizes | vars(parser.parse_args(args))
-    return Config(**given)
+    values = parser.parse_args(args)
+    if values.init_from and os.path.isfile(os.path.join(values.init_from, "config.json")):
+        parser.set_defaults(**sizes_of(values.init_from))  # flags on the command line still count
+        values = parser.parse_args(args)
+    return Config(**vars(values))
 
 
 def read_command_line(description, world):
@@ -164,7 +172,7 @@ def read_command_line(description, world):
     try:
         cfg = parse(None, description)
         return cfg, check_layout(cfg, world)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(error)
 
 
@@ -184,10 +192,10 @@ def given(cfg, *names):
 def require_divides(cfg, *names, whole):
     """ValueError unless the product of these flags divides the flag `whole`."""
     total = getattr(cfg, whole)
-    divisors = [str(n) for n in range(1, min(total, 10**6) + 1) if total % n == 0]
-    require(total % math.prod(getattr(cfg, name) for name in names) == 0,
-            f"{given(cfg, *names)} must divide {given(cfg, whole)}; "
-            f"try {' or '.join(divisors[:4])}")
+    if total % math.prod(getattr(cfg, name) for name in names):
+        divisors = [str(n) for n in range(1, min(total, 10**6) + 1) if total % n == 0]
+        raise ValueError(f"{given(cfg, *names)} must divide {given(cfg, whole)}; "
+                         f"try {' or '.join(divisors[:4])}")
 
 
 def require_multiple(cfg, name, part, *of):
@@ -200,13 +208,14 @@ def require_multiple(cfg, name, part, *of):
 def choose(cfg, world):
     """Fill in the flags whose 0 means: chosen here."""
     if cfg.dp == 0:
-        # One process starts as few ranks as the other flags allow; several all take part
+        # A lone process starts a data rank for each that shares the experts; several processes
+        # all take part
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         cfg.dp = cfg.ep if world == 1 else max(1, world // model_ranks)
     if cfg.microbatches == 0:
         # 1F1B with 2 P microbatches idles for (P-1)/(3P-1) of the time, less than a third of it
         sequences = cfg.batch_size // cfg.dp
-        fits = [m for m in range(1, 2 * cfg.pp + 1) if sequences % m == 0]
+        fits = [m for m in range(1, min(2 * cfg.pp, sequences) + 1) if sequences % m == 0] or [1]
         if SCHEDULES[cfg.schedule].in_rounds:
             fits = [m for m in fits if m % cfg.pp == 0] or fits
         cfg.microbatches = max(fits) if cfg.pp > 1 else 1
@@ -223,8 +232,13 @@ def check_layout(cfg, world):
         least = 1 if f.name in AT_LEAST_1 else 0
         if f.type in (int, float) and not least <= getattr(cfg, f.name) < 2**63:  # nor nan
             raise ValueError(f"{given(cfg, f.name)} must be at least {least}, and below 2^63")
+    require(1 <= cfg.timeout <= 10**6, f"{given(cfg, 'timeout')} must be from 1 to 1000000 seconds")
+    stages = cfg.pp * SCHEDULES[cfg.schedule].chunks
+    require(stages <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'schedule')}: {stages} stages must be "
+            f"at most --n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
     choose(cfg, world)
     ranks = cfg.dp * cfg.tp * cfg.pp * cfg.cp
+    require(ranks <= 10**6, f"{given(cfg, 'dp', 'tp', 'pp', 'cp')} must be at most 1000000 ranks")
     require(world in (1, ranks), f"{given(cfg, 'dp', 'tp', 'pp', 'cp')} = {ranks} does not match "
             f"the {world} processes; start {ranks}, or one, which starts the others")
 
@@ -260,10 +274,7 @@ def check_layout(cfg, world):
         require(hidden % cfg.top_k == 0, f"{given(cfg, 'top_k')} must divide {hidden}, the hidden "
                 "units of an MLP; try 1, 2 or 4")
 
-    # Each stage needs a layer; a schedule in rounds has P microbatches in each
-    stages = cfg.pp * SCHEDULES[cfg.schedule].chunks
-    require(stages <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'schedule')}: {stages} stages must be "
-            f"at most --n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
+    # A schedule in rounds has P microbatches in each
     if SCHEDULES[cfg.schedule].in_rounds:
         require_multiple(cfg, "microbatches", cfg.pp, "schedule", "pp")
 

@@ -4,21 +4,24 @@
     joined     the life of a rank, as a context: meet the others, give the device, leave
     on_stop    a signal to save and stop
 
-`python train.py --tp 2 --pp 2` becomes the launcher: it starts four processes with the same command
-line, each with its number in the environment, like torchrun. train.py calls start() before it
-imports torch, so that the launcher, --help and a wrong flag do not wait for torch. torchrun works,
-too: start() then starts those ranks only that torchrun did not.
+`python train.py --tp 2 --pp 2` becomes the launcher of four processes with the same command line.
+torchrun may start all ranks, or one process, which then becomes the launcher.
 
-    one rank          does                               and then
-    ends with 2       (wrong data: all ranks end with 2) the launcher ends with 2
-    dies, or fails    the ranks that wait for it fail    one prints who waited for whom; exit code 1
-    stops             they fail after --timeout          as above; the launcher kills the rest
+    a rank                        the other ranks                            exit code
+    finds wrong data or files     find them too, or wait for it and fail     2
+    dies, or fails                fail: they wait for it                     1
+    stops                         fail after --timeout                       1
+    gets a signal                 save after the step, too, and end          0
+    gets a second one later       fail                                       128 + its number
 """
 
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
+# Ctrl-C ends the process without a traceback, from here on: the imports take a tenth of a second,
+# those of train.py some more. (A module that is not a command imports this one in a function.)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import atexit
 import ctypes
 import math
 import os
@@ -31,24 +34,19 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from run.flags import check_device, fail, in_words, program, read_command_line
+from run.flags import check_device, fail, given, in_words, program, read_command_line, say
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they ask a run to save and stop
 # What the launcher tells a rank in its environment, beside torchrun's variables
 LAUNCHER = "NANOPARALLEL_LAUNCHER"  # the launcher's pid
 MEETING = "NANOPARALLEL_MEETING"  # the path of the file at which the ranks meet
 GRACE = 10  # most seconds that the launcher gives the other ranks to end, once one has failed
-# The rank that a line waits for, such as "receive from rank 3"
+# The ranks that a CommunicationError says it waited for, such as "receive from rank 3"
+# (Group.exchange in collectives.py; meet)
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")
 
 
-def say(line, stream=None):
-    """Print a line, to a stream that may be closed or on a full disk."""
-    with suppress(OSError, ValueError):
-        print(line, file=stream or sys.stderr, flush=True)
-
-
-def number(name, default):
+def environment_number(name, default):
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         fail(f"{name}={text:.40} in the environment is not a number; unset WORLD_SIZE and {name}, "
@@ -57,34 +55,41 @@ def number(name, default):
 
 
 def place():
-    """(rank, number of ranks, rank on this machine, ranks on this machine): of this process, as its
+    """(rank, number of ranks, rank on this machine, ranks on this machine) of this process, as its
     launcher has said in the environment. The only process of a run is rank 0 of 1."""
-    size = number("WORLD_SIZE", 1)
+    size = environment_number("WORLD_SIZE", 1)
     if size == 1:
         return 0, 1, 0, 1
-    return number("RANK", ""), size, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+    return (environment_number("RANK", ""), size, environment_number("LOCAL_RANK", 0),
+            environment_number("LOCAL_WORLD_SIZE", 1))
+
+
+def ignore_signals():
+    """To a process that has done its work, a signal that repeats an earlier one comes too late.
+    (Python's own end would restore the default: the process would end by that signal.)"""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 # ---- start ----
 
 
 def start(description):
-    """Return if this process is a rank. Else start the ranks, wait for them, and exit."""
+    """Return if this process is a rank. Else start the ranks, wait for them, and exit. train.py
+    calls this before it imports torch: neither the launcher nor a wrong flag waits for torch."""
     if sys.platform == "win32":
         fail("needs Linux or macOS; on Windows use WSL")
     # Let torch take GPU memory in segments that grow; and print no warnings around our one line
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     die_with_parent()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launch() blocks them while it starts ranks
+    # launch() blocks these signals while it starts ranks, and a rank inherits that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     rank, world, *_ = place()
     cfg, ranks = read_command_line(description, world)
     if rank == 0 and LAUNCHER not in os.environ:
-        axes = {"data": cfg.dp, "pipeline": cfg.pp, "context": cfg.cp, "tensor": cfg.tp}
-        split = " x ".join(f"{size} {name}" for name, size in axes.items() if size > 1)
-        model = "GPT" if cfg.arch == "gpt2" else cfg.arch.capitalize()
-        say(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on "
-            + (f"{ranks} ranks: {split}" if split else "one rank") + "; loading torch", sys.stdout)
+        say(f"{given(cfg, 'dp', 'pp', 'cp', 'tp')}: {ranks} rank{'s' * (ranks > 1)}; loading torch",
+            sys.stdout)
     if ranks > world:
         sys.exit(launch(ranks, min(GRACE, cfg.timeout)))
 
@@ -92,7 +97,7 @@ def start(description):
 def die_with_parent():
     """A rank of our launcher, or of torchrun, ends when its parent does, even if it is stopped.
     (Linux's prctl; elsewhere its messages fail once another rank has gone.)"""
-    launcher = number(LAUNCHER, 0)
+    launcher = environment_number(LAUNCHER, 0)
     if not launcher and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if sys.platform == "linux":
@@ -137,7 +142,7 @@ def start_rank(rank, size, path, files):
 
 def launch(size, grace):
     """Run this command again as `size` ranks on this machine, and wait for them. Once one has
-    failed, the others have `grace` seconds to end. Returns the exit code: 0 if all end well."""
+    failed, the others have `grace` seconds to end. Returns the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how ranks end
     ranks = []
     received = []  # the numbers of signals to this launcher
@@ -148,30 +153,40 @@ def launch(size, grace):
             process.send_signal(number)
 
     with meeting_file() as (path, files):
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until pass_on can reach all ranks
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until pass_on can reach all ranks
         for rank in range(size):
             ranks.append(start_rank(rank, size, path, files))
-        for stop in STOPS:
-            signal.signal(stop, pass_on)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        for number in SIGNALS:
+            signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         deadline = math.inf
         while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
             if any(process.returncode for process in ranks):  # neither 0 nor None
                 deadline = min(deadline, time.monotonic() + grace)
             time.sleep(0.05)
-        ended = [process.poll() for process in ranks]
+        codes = [process.poll() for process in ranks]
         for process in ranks:
             process.kill()
             process.wait()
-    by_signal = {rank: -code for rank, code in enumerate(ended) if code is not None and code < 0}
-    if received and (by_signal or len(received) > 1):
-        say(f"{program()}: stopped by {signal.Signals(received[0]).name}")
-        return 128 + received[0]
-    for rank, number in by_signal.items():
-        say(f"{program()}: rank {rank} was ended by signal {number} "
-            f"({signal.strsignal(number)})")
-    return max(1, *(process.returncode for process in ranks)) if any(
-        process.returncode for process in ranks) else 0
+    ignore_signals()
+    return exit_code(codes, received)
+
+
+def exit_code(codes, received):
+    """The launcher's exit code, and a line for what no rank could print. codes: how each rank has
+    ended: its exit code, or minus the signal that ended it; None: the launcher killed it.
+    received: the signals that the launcher has passed on."""
+    if all(code == 0 for code in codes):
+        return 0
+    for number in received:
+        if -number in codes or 128 + number in codes:  # no rank was ready to save, or a second one
+            say(f"{program()}: stopped by {signal.Signals(number).name}")
+            return 128 + number
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            say(f"{program()}: rank {rank} was ended by signal {-code} "
+                f"({signal.strsignal(-code)})")
+    return max([1, *(code for code in codes if code is not None)])
 
 
 # ---- a rank: meet, train, leave ----
@@ -180,15 +195,16 @@ def launch(size, grace):
 @contextmanager
 def joined(cfg, world):
     """Meet the other ranks; give the device to compute on; leave when all have come to the end. An
-    error inside ends all ranks, with one line."""
+    error inside ends all ranks: wrong data, a message, a file or memory with one line, others with
+    a traceback."""
     import torch
     import torch.distributed as dist
 
-    from collectives import CommunicationError
+    from collectives import CommunicationError, naming
     from data.batches import DataError
     from run.checkpoint import CheckpointError
 
-    rank, size, local_rank, local_ranks = place()
+    rank, _, local_rank, local_ranks = place()
     store = None
     try:
         check_device(cfg, local_ranks, torch.cuda.device_count())
@@ -200,22 +216,23 @@ def joined(cfg, world):
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")  # products in TF32, like nanoGPT
-        if size > 1:
-            store = meet(rank, size, cfg.timeout)
-            join(store, rank, size, device, cfg.timeout)
+        if world > 1:
+            store = meet(rank, world, cfg.timeout)
+            join(store, rank, world, device, cfg.timeout)
         yield device
-        if size > 1:
-            dist.barrier(device_ids=[local_rank] if cfg.device == "cuda" else None)
+        if world > 1:
+            with naming(f"rank {rank}: waiting for all ranks to end"):
+                dist.barrier(device_ids=[local_rank] if cfg.device == "cuda" else None)
             dist.destroy_process_group()
     except (CheckpointError, DataError) as error:
-        give_up(store, rank, in_words(error), cfg.timeout, code=2)
+        abort(store, rank, in_words(error), cfg.timeout, code=2)
     except (CommunicationError, OSError) as error:
-        give_up(store, rank, in_words(error), cfg.timeout)
+        abort(store, rank, in_words(error), cfg.timeout)
     except (MemoryError, RuntimeError) as error:
         line = reason(error, cfg)
         if line is None:
             raise
-        give_up(store, rank, f"rank {rank}: {line}", cfg.timeout)
+        abort(store, rank, f"rank {rank}: {line}", cfg.timeout)
 
 
 def reason(error, cfg):
@@ -232,27 +249,42 @@ def reason(error, cfg):
     return None
 
 
+@contextmanager
+def at_most(timeout, store, rank, what):
+    """End this process unless this block ends within `timeout` seconds: torch may wait for longer,
+    such as for a port that takes the connection and says nothing. what: names the block in errors.
+    """
+    from collectives import naming
+
+    line = f"rank {rank}: {what}"
+    timer = threading.Timer(timeout, abort,
+                            [store, rank, f"{line}: not within {timeout:g} s", timeout])
+    timer.daemon = True
+    timer.start()
+    try:
+        with naming(line):
+            yield
+    finally:
+        timer.cancel()
+
+
 def meet(rank, size, timeout):
     """The store, keys and values that all ranks read and write, once all ranks have come there."""
     import torch.distributed as dist
 
-    from collectives import CommunicationError, naming
+    from collectives import CommunicationError
 
-    # A port that takes the connection and says nothing would hold torch for longer
-    timer = threading.Timer(timeout, give_up, [None, rank, f"rank {rank}: waiting for the store of "
-                                               f"all ranks: not within {timeout:g} s", timeout])
-    timer.start()
-    with naming(f"rank {rank}: looking for the store of all ranks"):
+    with at_most(timeout, None, rank, "waiting for the store of all ranks"):
         if MEETING in os.environ:
             store = dist.FileStore(os.environ[MEETING], size)
         else:
             # torchrun's agent has a store of its own, which lives on when the ranks restart
             has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            server = dist.TCPStore(os.environ.get("MASTER_ADDR", ""), number("MASTER_PORT", ""),
+            server = dist.TCPStore(os.environ.get("MASTER_ADDR", ""),
+                                   environment_number("MASTER_PORT", ""),
                                    is_master=rank == 0 and not has_agent, wait_for_workers=False,
                                    timeout=timedelta(seconds=timeout))
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), server)
-    timer.cancel()
     store.set(f"rank {rank} is here", "")
     keys = [f"rank {other} is here" for other in range(size)]
     try:
@@ -268,25 +300,19 @@ def join(store, rank, size, device, timeout):
     """Join torch's process group."""
     import torch.distributed as dist
 
-    from collectives import naming
     from mesh import connection_options
 
-    what = f"rank {rank}: waiting for all ranks to join"
-    timer = threading.Timer(timeout, give_up, [store, rank, f"{what}: not within {timeout:g} s",
-                                               timeout])
-    timer.start()
     options = connection_options(device, timeout)
     if device.type == "cuda":
         options["device_id"] = device  # NCCL connects now, while the GPU has memory for it
-    with naming(what):
+    with at_most(timeout, store, rank, "waiting for all ranks to join"):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
                                 world_size=size, **options)
-    timer.cancel()
 
 
-def give_up(store, rank, line, timeout, code=1):
-    """End this process at once, whatever its threads wait for. One of the ranks that give up prints
-    its line: that one which no other failure explains.
+def abort(store, rank, line, timeout, code=1):
+    """End this process at once, whatever its threads wait for. One of the ranks that abort prints
+    its line: the line that no other failure explains.
 
     Say rank 2 has died. Rank 1 fails, because it waits for rank 2; then rank 0, because it waits
     for rank 1. Each says at the store that it has failed; a rank whose peer has failed, too, waits
@@ -317,7 +343,7 @@ def on_stop(trainer):
     """INT or TERM asks the trainer to stop after the step under way; a second signal ends this
     process. (What comes within a second is the first one again: `pkill`, a launcher and torchrun
     may all send it.)"""
-    first = []
+    first = []  # when the first signal came
 
     def handler(number, frame):
         if not first:
@@ -326,5 +352,6 @@ def on_stop(trainer):
         elif time.monotonic() > first[0] + 1:
             os._exit(128 + number)
 
-    for stop in STOPS:
-        signal.signal(stop, handler)
+    for number in SIGNALS:
+        signal.signal(number, handler)
+    atexit.register(ignore_signals)

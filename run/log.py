@@ -1,13 +1,10 @@
 """Prints the lines of a run, and writes them to metrics.jsonl in --out as JSON: one line per step,
-and one per validation.
+and one per validation. At the end of a run it compares the replicas.
 
     step 40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  0 min 9 s left
 
-comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU the host
-waits for none, so the log leaves it out.)
-
---watch prints every message of the first step. Both replace Work.wait or Group.exchange, which all
-messages pass, from outside: the files that train know nothing of the log.
+comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU, and in
+torch's own collectives, that thread does not wait in Work.wait: the log leaves it out.)
 """
 
 import hashlib
@@ -17,18 +14,18 @@ import resource
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from collectives import Group, Work, all_reduce, maximum
-from mesh import DATA, grid
-from run.checkpoint import all_gather_text
-from run.flags import program
-from run.launch import say
+from collectives import Work, all_reduce, maximum
+from mesh import grid
+from run.checkpoint import all_gather_text, put_aside
+from run.flags import program, say
+from run.watch import story, watched
 from sizes import bytes_per_parameter, peak_flops
 from transport.background import Background
 
@@ -46,10 +43,11 @@ class Log:
         self.trainer, self.data, self.cfg = trainer, data, trainer.cfg
         self.first = self.done = first
         self.world = trainer.mesh.world
+        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         self.is_cuda = trainer.mesh.device.type == "cuda"
         self.unread = deque()  # (step, lr, read) of steps that were posted
         self.skipped = 0  # steps in a row that were not finite
-        self.stopping = False  # a signal to any rank has asked the run to stop
+        self.stop_asked = False  # has a signal to any rank asked the run to stop?
         self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
         self.finite = True  # was the last save's state finite?
@@ -57,11 +55,14 @@ class Log:
         self.metrics = None
         if trainer.mesh.rank == 0:
             with self.writing():
-                self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
+                interval, steps = self.cfg.eval_interval, self.cfg.steps
+                validates = interval > 0 and (first % interval == 0 or first == steps)
+                self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
-        self.waited = count_waiting()
+        counts = not self.is_cuda and self.cfg.collectives == "ring"
+        self.waiting = Waiting() if counts else None
         self.since = time.perf_counter()
 
     def say(self, line):
@@ -89,7 +90,6 @@ class Log:
 
     def describe(self):
         trainer, cfg = self.trainer, self.cfg
-        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         device = "GPU" if self.is_cuda else "CPU"
         self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps of "
                  f"{cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
@@ -109,7 +109,7 @@ class Log:
 
     @property
     def is_over(self):
-        return self.stopping or self.gave_up
+        return self.stop_asked or self.gave_up
 
     @contextmanager
     def watching(self, step):
@@ -123,11 +123,12 @@ class Log:
         self.say(story([message for text in texts for message in json.loads(text)],
                        self.cfg.watch))
 
-    def step(self, step, lr, loss, norm, stops):
-        """A step was posted; its numbers are tensors, the same on every rank. A GPU's are read one
-        step late, so that the host posts the next step meanwhile."""
+    def step(self, step, lr, loss, norm, asked):
+        """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
+        were asked to stop. A GPU's are read one step late, so that the host posts the next step
+        meanwhile; but before a checkpoint at once, so that is_over is known."""
         scale = self.trainer.optimizer.numbers()["scale"]
-        numbers = torch.stack([value.double() for value in (loss, norm, stops, scale)])
+        numbers = torch.stack([value.double() for value in (loss, norm, asked, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))
         self.done = step + 1
         saves = self.cfg.save_interval and self.done % self.cfg.save_interval == 0
@@ -137,8 +138,9 @@ class Log:
         """Read and print all steps but the last `unread`."""
         while len(self.unread) > unread:
             step, lr, read = self.unread.popleft()
-            loss, norm, stops, scale = read()  # waits for the device
-            self.stopping |= stops > 0
+            loss, norm, asked, scale = read()  # waits for the device
+            self.stop_asked |= asked > 0
+            # A scale above 1 (float16) is halved after such a step, and may be the cause
             self.skipped = 0 if math.isfinite(norm) or scale > 1 else self.skipped + 1
             self.print_step(step, lr, loss, norm, scale)
 
@@ -147,7 +149,7 @@ class Log:
         seconds = time.perf_counter() - self.since
         self.recent.append(seconds)
         rate = cfg.batch_size * cfg.block_size / seconds
-        comm = {} if self.is_cuda else {"comm": min(1.0, self.waited.pop() / seconds)}
+        comm = {"comm": min(1.0, self.waiting.pop() / seconds)} if self.waiting else {}
         loss_scale = {"scale": scale} if cfg.dtype == "float16" else {}
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
                    tokens_per_s=rate, **comm, **loss_scale)
@@ -191,7 +193,7 @@ class Log:
                           f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower "
                           "--lr may help")
             return
-        if self.stopping:
+        if self.stop_asked:
             self.say(f"stopped by a signal; --resume auto goes on from {self.saved}")
             self.ended_well = True
             return
@@ -208,31 +210,35 @@ class Log:
         self.ended_well = agree
 
 
-def open_metrics(path, first):
-    """metrics.jsonl to append to, without the lines that this run, which begins with step `first`,
-    writes again, and without what a crash has left behind the last whole line."""
+def open_metrics(path, first, validates=False):
+    """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
+    aside. One that goes on from step `first` removes the lines that it writes again, and what a
+    crash has left behind the last whole line. validates: does it validate before its first step?
+    If not, the validation at the end of the earlier run stays."""
     kept = []
-    if path.is_file():
+    if first == 0 and path.is_file() and path.stat().st_size:
+        put_aside(path)
+    elif path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] < first:
+                record = json.loads(line)
+                stays = "val_loss" in record and record["step"] == first and not validates
+                if record["step"] < first or stays:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")
 
 
-# ---- messages ----
-
-
-class Waited:
-    """Seconds that this process's own thread has waited for messages since pop() was called."""
+class Waiting:
+    """Counts, from now on, the seconds in which this process's own thread waits for messages: for
+    the end of a Work, and of what runs in the background. Replaces Work.wait and Background.start
+    for that: the files that train know nothing of the log."""
 
     def __init__(self):
         self.seconds = 0.0
-
-    def pop(self):
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        start = Background.start
+        Work.wait = self.timed(Work.wait)
+        Background.start = lambda *args: self.timed(start(*args))
 
     def timed(self, wait):
         def timed_wait(*args):
@@ -243,74 +249,10 @@ class Waited:
 
         return timed_wait
 
-
-def count_waiting():
-    """A Waited, which counts from now on: the ends of messages and of what runs in the background.
-    """
-    waited = Waited()
-    if not hasattr(Work, "untimed"):
-        Work.untimed, Background.untimed = Work.wait, Background.start
-    start = Background.untimed
-    Work.wait = waited.timed(Work.untimed)
-    Background.start = lambda *args: waited.timed(start(*args))
-    return waited
-
-
-@contextmanager
-def watched(mesh):
-    """A context, given a list: each message that this rank sends in it, (time in seconds, sender,
-    receiver, axis, who asked for it, shape, bytes)."""
-    sent = []
-    exchange = Group.exchange
-
-    def noted(group, send=None, dst=None, *args, **more):
-        if send is not None and send.numel() > 0:
-            sent.append((time.time(), mesh.rank, group.ranks[dst],
-                         axis_of(group, mesh.sizes), asked_by(), [*send.shape],
-                         send.numel() * send.element_size()))
-        return exchange(group, send, dst, *args, **more)
-
-    Group.exchange = noted
-    try:
-        yield sent
-    finally:
-        Group.exchange = exchange
-
-
-def asked_by():
-    """The collective that sends a message and the function that called it, read from the call
-    stack: "all_reduce, ddp.py DDP.reduce"."""
-    frame, collective = sys._getframe(2), "exchange"
-    while Path(frame.f_code.co_filename).name == "collectives.py":
-        frame, collective = frame.f_back, frame.f_code.co_name
-    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
-    return f"{collective}, {Path(frame.f_code.co_filename).name} {name}"
-
-
-def axis_of(group, sizes):
-    """The axes along which a group's ranks differ, named like train.py's flags: "tp", "dp+cp". The
-    mesh splits --dp into three axes (DATA in mesh.py); the ranks that share experts are "ep"."""
-    names = group.name.split("_")  # such as shard_ep_cp, pp_ends, world
-    if names == ["ep"]:
-        return "ep"
-    axes = ["dp" if axis in DATA else axis for axis, size in sizes.items() if size > 1
-            and (names == ["world"] or axis in names or (axis in DATA and "dp" in names))]
-    return "+".join(dict.fromkeys(axes))
-
-
-def story(sent, which):
-    """The lines of --watch, and the sums of each axis. which: "all", a rank, or an axis."""
-    lines, times, nbytes = [], Counter(), Counter()
-    begin = min(message[0] for message in sent)
-    for seconds, src, dst, axis, what, shape, size in sorted(sent):
-        if which in ("all", str(src), str(dst), *axis.split("+")):
-            size_text = "x".join(map(str, shape))
-            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  "
-                         f"{what:52} {size_text:>12} {size:>10,} bytes")
-            times[axis] += 1
-            nbytes[axis] += size
-    return "\n".join(lines + [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes"
-                              for axis in sorted(times)])
+    def pop(self):
+        """The seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 # ---- at the end: memory, and do replicas agree? ----
@@ -319,8 +261,11 @@ def story(sent, which):
 def peak_of_process():
     """The most bytes that this process has held at one time."""
     with suppress(OSError), open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+        for line in lines:
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def predicted_bytes(trainer):

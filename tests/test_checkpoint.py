@@ -150,8 +150,8 @@ def test_the_newest_is_the_one_written_last_and_a_step_written_again_is_kept(cor
 
 def test_a_save_removes_what_an_interrupted_one_has_left_and_nothing_else(
         corpus, tmp_path, capsys):
-    """A .tmp folder without a manifest is removed. One that only lacks its last name counts. What
-    has no manifest, or a link to nothing, is named and stays."""
+    """A folder .tmp is removed: it is no checkpoint before it has its last name. What has no
+    manifest, or a link to nothing, is named and stays."""
     trainer = small_trainer(corpus, tmp_path)
     whole = checkpoint.save(trainer, 1)
     for name in ("step-00000002", "step-00000003", "step-00000004.tmp", "step-00000005.tmp",
@@ -163,16 +163,15 @@ def test_a_save_removes_what_an_interrupted_one_has_left_and_nothing_else(
         (tmp_path / name / MANIFEST).symlink_to("/nowhere")
     checkpoint.save(trainer, 7)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003",
-                               "step-00000005.tmp.old-1", "step-00000006.tmp.old-1",
                                "step-00000007"]
     capsys.readouterr()
     found = [folder.name for _, folder in checkpoint.complete(tmp_path)]
-    assert found == ["step-00000001", "step-00000006.tmp.old-1", "step-00000007"]
+    assert found == ["step-00000001", "step-00000007"]
     said = capsys.readouterr().err
-    for folder in ("step-00000002", "step-00000003", "step-00000005.tmp.old-1"):
+    for folder in ("step-00000002", "step-00000003"):
         path = tmp_path / folder
         assert f"{path} skipped: {path}/{MANIFEST}: No such file or directory\n" in said
-    assert said.count("\n") == 3
+    assert said.count("\n") == 2
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(corpus, tmp_path):
@@ -340,3 +339,24 @@ def test_a_log_that_a_crash_has_left_goes_on_after_its_last_whole_line(corpus, t
     run = Run(1, flags(corpus, out, steps=6, resume="auto"), tmp_path)
     assert run.wait() == [0], run.read()
     assert [record["step"] for record in records(out)] == [0, 4, 5]
+
+
+def test_a_folder_that_lacks_its_last_name_is_no_checkpoint(corpus, tmp_path):
+    """Power may have failed before its tensors were on the disk."""
+    whole = checkpoint.save(small_trainer(corpus, tmp_path), 1)
+    shutil.copytree(whole, tmp_path / "step-00000002.tmp")
+    assert checkpoint.find(tmp_path) == whole
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path):
+    with patch("fcntl.flock", side_effect=OSError(37, "No locks available")):
+        checkpoint.lock(tmp_path)
+
+
+def test_a_path_that_cannot_be_looked_up_is_one_line(corpus, tmp_path):
+    long = "x" * 5000
+    for more in ({"resume": long}, {"init_from": long}):
+        run = Run(1, flags(corpus, tmp_path, **more), tmp_path)
+        assert run.wait() == [2] and run.read().count("\n") == 1
+        assert run.read().startswith(f"train.py: {long}")
+        assert run.read().endswith(": File name too long\n")

@@ -2,6 +2,7 @@
 itself is true, line by line and message by message."""
 
 import argparse
+import io
 import math
 import re
 import shlex
@@ -21,7 +22,8 @@ from mesh import Mesh
 from pipeline import Pipeline
 from run import weights
 from run.flags import check_device, check_layout, parse, read_command_line
-from run.log import Log, axis_of, story, watched
+from run.log import METRICS, Log, peak_of_process
+from run.watch import axis_of, story, watched
 from tests.harness import (
     HERE,
     command,
@@ -62,6 +64,10 @@ REFUSED = [  # words -> what the line says; where it says "try N", N has to be a
     ("--pp 7", "--pp 7 x --schedule 1f1b: 7 stages must be at most --n-layer + 2 = 6"),
     ("--pp 4 --schedule interleaved", "--pp 4 x --schedule interleaved: 8 stages must be at most"),
     ("--schedule interleaved --pp 2 --microbatches 1", "--microbatches 1 must be a multiple of 2"),
+    ("--timeout 0", "--timeout 0.0 must be from 1 to 1000000 seconds"),
+    ("--timeout 1e10", "--timeout 10000000000.0 must be from 1 to 1000000 seconds"),
+    ("--pp 1000000000", "--pp 1000000000 x --schedule 1f1b: 1000000000 stages must be at most --n"),
+    ("--pp 2000000 --n-layer 2000000", "--dp 1 x --tp 1 x --pp 2000000 x --cp 1 must be at most"),
     ("--watch", "--watch all: one rank sends no messages; try --tp 2"),
     ("--dp 2 --tp 2 --watch 9", "--watch 9 must be a rank, 0 to 3, or an axis of several"),
     ("--local-rank=0", "start the ranks by torchrun, which sets LOCAL_RANK, not --local-rank")]
@@ -348,3 +354,52 @@ def test_watch_tells_every_message_that_the_groups_count(corpus, words):
         places = {line: line.split(" ms ")[1].split()[:4] for line in lines}  # 0 -> 1 dp+tp
         assert told == [line for line, (src, _, dst, axis) in places.items()
                         if which in (src, dst, *axis.split("+"))] and told
+
+
+@pytest.mark.parametrize("name,axes", [
+    ("ep_tp", "ep+tp"), ("ep", "ep"), ("dp", "dp"), ("shard_ep_cp", "dp+cp"), ("shard_cp", "dp+cp"),
+    ("rep", "dp"), ("pp_ends", "pp"), ("world", "dp+pp+cp+tp")])
+def test_a_group_is_told_by_the_flags_along_which_its_ranks_differ(name, axes):
+    """Experts' ranks alone are ep, also beside tensor ranks (--sp)."""
+    sizes = {"rep": 2, "shard": 2, "pp": 2, "ep": 2, "cp": 2, "tp": 2}
+    assert axis_of(SimpleNamespace(name=name), sizes) == axes
+
+
+def train_natively(rank, cfg):
+    with patch("run.launch.on_stop"):
+        train.train(cfg, train.make_mesh(cfg, cfg.device), 0)
+
+
+def test_comm_is_left_out_where_torchs_own_collectives_wait(corpus, tmp_path):
+    words = "--dp 2 --collectives native --eval-interval 0".split()
+    ranks(2, train_natively, config(words, corpus, out=str(tmp_path)))
+    assert len(records(tmp_path)) == 3 and not any("comm" in line for line in records(tmp_path))
+
+
+def test_a_later_run_loses_no_line_of_an_earlier_one(corpus, tmp_path):
+    """A run that goes on keeps the last validation; one that begins anew puts the file aside."""
+    def metrics_after(*words):
+        with patch("run.checkpoint.lock"):  # which is held until this process ends
+            train_here(config([*words, "--eval-interval", "2"], corpus, out=str(tmp_path)))
+        return (tmp_path / METRICS).read_text()
+
+    first = metrics_after("--steps", "3")
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 2, 3]
+    second = metrics_after("--steps", "4", "--resume", "auto")
+    assert second.startswith(first)
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 2, 3, 3, 4]
+    metrics_after("--steps", "2")
+    assert (tmp_path / f"{METRICS}.old-1").read_text() == second
+
+
+def test_a_config_json_that_cannot_be_read_is_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").touch()
+    words = ["train.py", "--init-from", str(tmp_path)]
+    with patch("run.flags.sizes_of", side_effect=PermissionError(13, "Permission denied", "file")):
+        said = one_line(lambda: read_command_line("", 1), words, capsys, monkeypatch)
+    assert said == "train.py: file: Permission denied\n"
+
+
+def test_a_peak_is_found_without_the_line_of_linux():
+    with patch("builtins.open", lambda path: io.StringIO("Name: python\n")):
+        assert peak_of_process() > 1 << 20

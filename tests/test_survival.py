@@ -200,3 +200,48 @@ def test_threads_are_those_of_the_processors_that_a_run_may_use():
     done = command("-c", "import os; os.sched_setaffinity(0, {0}); from run import launch; "
                    "print(launch.available_cores())")
     assert done.stdout == "1\n", done.stderr
+
+
+def test_two_signals_within_a_second_are_one_and_the_run_ends_with_0(corpus, tmp_path):
+    process, _ = training(corpus, tmp_path, dp=2)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert ending(process) == (0, []) and [*tmp_path.glob("step-????????")]
+
+
+def test_a_rank_that_is_killed_while_the_run_stops_is_named(corpus, tmp_path):
+    process, ranks = training(corpus, tmp_path, dp=2)
+    os.kill(ranks[1], signal.SIGSTOP)  # so that the step under way does not end
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(ranks[1], signal.SIGKILL)
+    code, lines = ending(process)
+    assert code == 1 and lines[-1] == "train.py: rank 1 was ended by signal 9 (Killed)", lines
+
+
+def test_a_port_that_is_missing_is_one_line_at_once(corpus, tmp_path):
+    env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    begin = time.time()
+    done = command("train.py", *flags(corpus, tmp_path, dp=2, timeout=30), env=env)
+    assert done.returncode == 2 and time.time() - begin < 30
+    assert done.stderr.startswith("train.py: MASTER_PORT= in the environment is not a number")
+    assert done.stderr.count("\n") == 1
+
+
+LEAVES_EARLY = """
+import os
+from run.flags import read_command_line
+from run.launch import joined, start
+start("")
+cfg, _ = read_command_line("", 2)
+with joined(cfg, 2):
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_while_the_others_wait_for_the_end_is_one_line():
+    done = command("-c", LEAVES_EARLY, "--dp", 2, "--device", "cpu", "--timeout", 20)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "rank 0: waiting for all ranks to end: " in done.stderr

@@ -26,6 +26,7 @@ LLAMA = "--arch llama --n-kv-head 2"
 KINDS = {  # kind of model: its flags, and its sizes without a flag
     "gpt2": ("", {}), "llama": (LLAMA, {}), "untied": (LLAMA, {"untied": True}),
     "stretched": (LLAMA, {"rope_scaling": "4,1,4,6", "rope_theta": 500.0, "norm_eps": 3e-6}),
+    "square": (LLAMA, {"head_dim": 2}),  # c_attn (16, 16)
     "linear": ("--arch llama --n-kv-head 1", {"head_dim": 2, "rope_scaling": "2.5"}),
     "qwen2": ("--arch qwen2 --n-kv-head 2", {}),
     "qwen3": ("--arch qwen3 --n-kv-head 2", {"head_dim": 6}),
@@ -370,7 +371,7 @@ def test_what_is_no_file_of_its_kind_is_refused_by_its_name(place, name, read, t
 
 @pytest.mark.parametrize("kind,forged", [
     ("gpt2", {"n_layer": 10**7}), ("gpt2", {"vocab_size": 10**9}), ("gpt2", {"n_layer": "two"}),
-    ("gpt2", {"n_head": 0}), ("llama", {"head_dim": -2})], ids=str)
+    ("gpt2", {"n_head": 0}), ("llama", {"head_dim": -2}), ("llama", {"rope_scaling": 5})], ids=str)
 def test_a_forged_manifest_builds_no_model_that_is_larger_than_its_file(kind, forged, folders,
                                                                         tmp_path):
     folder = shutil.copytree(folders[kind][0], tmp_path / "one")
@@ -428,3 +429,11 @@ def test_sampling_with_kept_keys_is_sampling_without_them(shape):
     assert out.tolist() == generated() and out[0].tolist() != out[1].tolist()
     assert generated(seed=1) != generated()
     assert generated(temperature=0) == generated(top_k=1)  # both: the likeliest
+
+
+def test_another_programs_manifest_above_the_new_folder_does_not_matter(folders, tmp_path):
+    for folder in (tmp_path, tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        (folder / MANIFEST).write_text("{}")
+    export(folders["gpt2"][0], tmp_path / "a" / "hf")
+    assert same(tmp_path / "a" / "hf", load_model(folders["gpt2"][0]))
