@@ -7,9 +7,9 @@ For the gradient g, the learning rate lr and the decay d of a weight w, step t i
     w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + 1e-8) + d w)
 
 in one kernel of torch for all weights. Held for each weight that this rank steps: m, v and, if
-weights have 16 bits, a master copy of 32 bits. Sent by train.py: one number per step, this rank's
-part of the squared norm. Nothing here waits for a GPU: norm, clipping and the decision to skip a
-step stay on the device.
+weights have 16 bits, a master copy of 32 bits. Sent: one number per step, this rank's part of the
+squared norm, in one message with the loss (train.py). Nothing here waits for a GPU: norm, clipping
+and the decision to skip a step stay on the device.
 """
 
 import math
@@ -41,15 +41,15 @@ def clip_coefficient(norm, grad_clip):
     return (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
 
 
-def rows_of(tensor):
+def segments_of(tensor):
     """Flat views of a tensor, of 65,536 elements at most."""
     return tensor.flatten().split(1 << 16)
 
 
-def sums_of_squares(rows, dtype):
-    """(len(rows),): the sum of squares of each row, float64. Added up one after the other in
-    float32, 4e7 squares come out 0.2% too small; the squares of a row, 3e-7."""
-    return torch.stack(torch._foreach_norm(rows, dtype=dtype)).double().square()
+def sums_of_squares(segments, dtype):
+    """(len(segments),): the sum of squares of each segment, float64. Added up one after the other
+    in float32, 4e7 squares come out 0.2% too small; the squares of a segment, 3e-7."""
+    return torch.stack(torch._foreach_norm(segments, dtype=dtype)).double().square()
 
 
 class LossScale:
@@ -88,52 +88,56 @@ class AdamW:
         # tensor ranks hold a LayerNorm's; two stages hold the tied matrix's
         self.holders = [tag.holders(reducer.sharded) for tag in self.tags]
         # A gradient must count once in the global norm, so each of its n holders adds 1/n of its
-        # square: the share of each row of each gradient
-        shares = [1 / n for n, weights in zip(self.holders, self.weights, strict=True)
-                  for _ in rows_of(weights)]
+        # square. shares: this 1/n for each segment of each gradient
+        shares = []
+        for n, weights in zip(self.holders, self.weights, strict=True):
+            shares += [1 / n] * len(segments_of(weights))
         self.shares = torch.tensor(shares, dtype=torch.double, device=device)
 
     def square(self, grads):
         """This rank's part of the squared global norm, to be summed over all ranks."""
-        rows = [row for grad in grads for row in rows_of(grad)]
-        square = sums_of_squares(rows, self.wide) @ self.shares
+        segments = [segment for grad in grads for segment in segments_of(grad)]
+        if not segments:  # a rank without trained weights, in a fork that freezes the embedding
+            return torch.zeros((), dtype=torch.double, device=self.shares.device)
+        square = sums_of_squares(segments, self.wide) @ self.shares
         return square / self.scale.value.double().square()
 
     def step(self, grads, norm, lr):
-        """One step at the learning rate lr, with the gradients clipped, in place, to cfg.grad_clip.
-        norm: their global norm, a tensor, the same on every rank. If it is not finite nothing
-        changes but the loss scale."""
+        """One step at the learning rate lr, with the gradients clipped to cfg.grad_clip: in place,
+        or in copies of 32 bits if they have 16. norm: their global norm, a tensor, the same on
+        every rank. If it is not finite nothing changes but the loss scale."""
         finite = norm.isfinite()
         factor = clip_coefficient(norm, self.cfg.grad_clip) / self.scale.value
-        for decay in (True, False):
-            for some in self.batches(grads, decay):
-                scaled = [grads[i].to(self.wide) for i in some]
+        for has_decay in (True, False):
+            decay = self.cfg.weight_decay if has_decay else 0.0
+            for indices in self.index_lists(grads, has_decay):
+                scaled = [grads[i].to(self.wide) for i in indices]
                 torch._foreach_mul_(scaled, factor.to(self.wide))
                 # adamw counts the step in a tensor of each weight: give it copies
-                steps = [self.num_steps.clone() for _ in some]
-                adamw([self.masters[i] for i in some], scaled, [self.means[i] for i in some],
-                      [self.squares[i] for i in some], [], steps, fused=True,
+                steps = [self.num_steps.clone() for _ in indices]
+                adamw([self.masters[i] for i in indices], scaled, [self.means[i] for i in indices],
+                      [self.squares[i] for i in indices], [], steps, fused=True,
                       found_inf=(~finite).float(), lr=lr, beta1=BETAS[0], beta2=BETAS[1], eps=1e-8,
-                      weight_decay=self.cfg.weight_decay * decay, amsgrad=False, maximize=False)
+                      weight_decay=decay, amsgrad=False, maximize=False)
         self.num_steps += finite
         for weights, master in zip(self.weights, self.masters, strict=True):
             if weights is not master:
                 weights.copy_(master)
         self.scale.update(finite)
 
-    def batches(self, grads, decay):
+    def index_lists(self, grads, has_decay):
         """Yields lists of indices of those weights to which weight decay applies, or does not, with
         some 3e7 elements together: so much of 16-bit gradients exists in 32 bits at a time."""
-        some, room = [], 1 << 25
+        indices, room = [], 1 << 25
         for i, tag in enumerate(self.tags):
-            if decays(tag) == decay and grads[i].numel() > 0:
-                some.append(i)
+            if decays(tag) == has_decay and grads[i].numel() > 0:
+                indices.append(i)
                 room -= grads[i].numel()
                 if room <= 0:
-                    yield some
-                    some, room = [], 1 << 25
-        if some:
-            yield some
+                    yield indices
+                    indices, room = [], 1 << 25
+        if indices:
+            yield indices
 
     # For checkpoints
 

@@ -99,9 +99,9 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
     ("zero_bubble", "all Ws at the end", "lag = min(rank, m)", "lag = m"),
     ("zero_bubble", "the Ws that are left are forgotten", 'actions + ["W"] * lag', "actions"),
 
-    ("norm", "each holder counts", "sum_of_squares(grad) / n", "sum_of_squares(grad)"),
-    ("norm", "norms are added up", "sum_of_squares(grad)", "sum_of_squares(grad).sqrt()"),
-    ("norm", "what others hold is left out", "if grad.numel() > 0:", "if n == 1:"),
+    ("norm", "each holder counts", " @ self.shares", ".sum()"),
+    ("norm", "norms are added up", "(segments, self.wide)", "(segments, self.wide).sqrt()"),
+    ("norm", "what others hold is left out", "@ self.shares", "@ (self.shares == 1).double()"),
 
     ("checkpoint", "a run begins before it was asked for", "max(position, start)", "position"),
     ("checkpoint", "a row of the slice for one of the tensor", "row * width",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives import Group
-from optimizer import AdamW, LossScale, learning_rate, rows_of, sums_of_squares
+from optimizer import AdamW, LossScale, learning_rate, segments_of, sums_of_squares
 from shard import Tag
 from tests.harness import close, config, make_trainer, ranks
 
@@ -24,7 +24,7 @@ def tag_of(name):
 def optimizer_of(weights, names, grad_clip=1.0):
     """An AdamW over these tensors, without a reducer."""
     reducer = SimpleNamespace(weights=weights, tags=[tag_of(name) for name in names], sharded=False)
-    dtype = weights[0].dtype
+    dtype = weights[0].dtype if weights else torch.double
     cfg = SimpleNamespace(dtype=str(dtype).removeprefix("torch."), grad_clip=grad_clip,
                           weight_decay=0.1)
     return AdamW(cfg, reducer, LossScale(dtype, torch.device("cpu")))
@@ -135,14 +135,22 @@ def test_a_step_of_16_bits_is_float64s_but_for_rounding(corpus, dtype, grad_clip
 
 def test_the_square_of_40_million_elements_has_four_digits():
     """A float32 sum that adds up squares one after the other is 0.3% off. Here all squares are
-    equal, so that the roundings of a row of 65,536 do not cancel: 1e-5 off."""
+    equal, so that the roundings of a segment of 65,536 do not cancel: 1e-5 off."""
     x = torch.full((40_000_000,), 0.1)
 
     def square(x):
-        return sums_of_squares(rows_of(x), torch.float32).sum()
+        return sums_of_squares(segments_of(x), torch.float32).sum()
 
     close(square(x), len(x) * x[0].double() ** 2, "square", 1e-4)
     close(square(x[:7].bfloat16()), 7 * x[0].bfloat16().double() ** 2, "square", 1e-6)
+
+
+def test_a_rank_without_trained_weights_adds_nothing_to_the_norm():
+    """A fork that freezes the embedding, which has a stage of its own."""
+    ours = optimizer_of([], [])
+    square = ours.square([])
+    assert square.dtype == torch.double and square.item() == 0
+    ours.step([], torch.tensor(0.1).double(), 1e-2)
 
 
 # ---- steps that are not finite ----
