@@ -5,11 +5,12 @@ Split: the batch. Replicated: weights, gradients, optimizer states. Sent per ran
 
 No average is taken. The loss was divided by the number of tokens in the whole batch before
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
-are one message, and it travels while backward computes those of the layer before. PyTorch
-Distributed, arXiv 2006.15704.
+are one message, and it travels while backward computes those of the layer before (if a step has
+several microbatches: while the last backward does). PyTorch Distributed, arXiv 2006.15704.
 
-    backward   | head | block 3 | block 2 | block 1 | embedding |
-    messages          | head    | block 3 | block 2 | block 1   | embedding |
+    time ->
+    computes   forward | head | block 3 | block 2 | block 1 | embedding |           | AdamW
+    sends                     | head    | block 3 | block 2 | block 1   | embedding |
 
     torchrun train.py --dp 2        python -m extras.show ddp: a small GPT on 4 ranks
 """
@@ -36,17 +37,18 @@ class Flat:
     def __init__(self, params, value, dtype, device):
         """value(tag): the initial value of the parameter with this tag, on the CPU."""
         self.params = params
-        self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
+        self.is_trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.group, *self.others = params[0].tag.sum_over  # the replicas; then further groups
-        self.starts = {}  # parameter -> where it begins
+        self.offsets = {}  # parameter -> index of its first element in the Flat
         numel = 0
         for param in params:
-            self.starts[param] = numel
+            self.offsets[param] = numel
             numel += param.numel()
         numel += -numel % self.group.size
         self.weights = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = None  # their gradients, arranged like the weights
-        self.missing = 0  # gradients that the current backward has yet to compute
+        # Gradients that the current backward has yet to compute: valid between expect() and start()
+        self.missing = 0
         for param in params:
             view = self.view(self.weights, param)
             view.copy_(value(param.tag))
@@ -59,18 +61,18 @@ class Flat:
 
     def view(self, tensor, param):
         """The part of a tensor, arranged like the weights, that belongs to a parameter."""
-        return tensor.narrow(0, self.starts[param], param.numel()).view(param.shape)
+        return tensor.narrow(0, self.offsets[param], param.numel()).view(param.shape)
 
-    def pieces(self, part, begin):
+    def pieces(self, part, first):
         """[(tag, start, values)] of each parameter: its piece in `part`, the elements of weights or
-        gradients from index `begin` on. The piece begins at element `start` of the parameter; it is
+        gradients from index `first` on. The piece starts at element `start` of the parameter; it is
         empty if the part has nothing of this parameter, so that all replicas list the same."""
         found = []
-        for param, first in self.starts.items():
-            low = max(first, begin)
-            high = min(first + param.numel(), begin + part.numel())
+        for param, offset in self.offsets.items():
+            low = max(offset, first)
+            high = min(offset + param.numel(), first + part.numel())
             if low < high:
-                found.append((param.tag, low - first, part[low - begin : high - begin]))
+                found.append((param.tag, low - offset, part[low - first : high - first]))
             else:
                 found.append((param.tag, 0, part[:0]))
         return found
@@ -89,12 +91,12 @@ def flats_of(stages, value, dtype, device):
         for i, layer in enumerate(layers):
             for param in layer.parameters():
                 users.setdefault(param, []).append((stage, i))
-    alike = {}  # what the parameters of a Flat have in common -> these parameters
-    for param, where in users.items():
-        key = (tuple(where), param.tag.sum_over, param.requires_grad)
+    alike = {}  # (users, groups, is it trained?) -> the parameters of a Flat
+    for param, used_by in users.items():
+        key = (tuple(used_by), param.tag.sum_over, param.requires_grad)
         alike.setdefault(key, []).append(param)
-    for (where, *_), params in reversed(alike.items()):
-        stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
+    for (used_by, *_), params in reversed(alike.items()):
+        stage, _ = used_by[0]  # a tied weight: its first user, which backward reaches last
         yield stage, Flat(params, value, dtype, device)
 
 
@@ -110,13 +112,14 @@ class DDP:
                        of it (ZeRO: the piece of it in this rank's chunk)
         tags, starts   the tag of each of `weights`, and the index in the tag's slice at which it
                        starts
-        frozen         (weights, tag, start) of parameters that are not trained
-        expect()       before a backward of a stage. last: the stage's last one in this step
+        frozen         (tag, start, weights) of parameters that are not trained
+        expect()       before a backward of a stage. is_final: the stage's last one in this step
         complete()     in place of expect(), after a backward that was cut in two (pipeline.py)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
                        over the ranks that the tag names. Clears the gradients for the next step
         publish()      after the optimizer's step: sends new weights where the next forward needs
                        them on every rank
+        whole()        (tag, this rank's whole slice) of every parameter
         sharded        True under ZeRO: each replica's optimizer steps different pieces
     """
 
@@ -128,43 +131,47 @@ class DDP:
         # {stage: its trained Flats, in the order in which backward completes them}
         self.flats = {stage: [] for stage in stages}
         self.frozen_flats = []
-        held = {}  # Flat -> the pieces of its weights that this rank holds
+        pieces_of = {}  # Flat -> the pieces of its weights that this rank steps
         for stage, flat in flats_of(stages, value, dtype, device):
-            (self.flats[stage] if flat.trained else self.frozen_flats).append(flat)
-            held[flat] = self.held(flat)  # now, so that ZeRO-3 never has two whole ones
-        self.trained = [flat for stage in stages for flat in self.flats[stage]]
-        self.home = {param: flat for flat in self.trained + self.frozen_flats
-                     for param in flat.params}  # parameter -> its Flat
+            if flat.is_trained:
+                self.flats[stage].append(flat)
+            else:
+                self.frozen_flats.append(flat)
+            # Now, before the next Flat is made: ZeRO-3 frees all but these pieces
+            pieces_of[flat] = self.pieces_to_step(flat)
+        self.trained_flats = [flat for stage in stages for flat in self.flats[stage]]
+        self.home = {}  # parameter -> its Flat
+        for flat in self.trained_flats + self.frozen_flats:
+            self.home |= dict.fromkeys(flat.params, flat)
         self.queue = []  # Flats whose messages the current backward is to start, in this order
         self.reductions = {}  # Flat -> a function that waits until its gradients are summed
-        for flat in self.trained:
+        for flat in self.trained_flats:
             for param in flat.params:
                 param.register_post_accumulate_grad_hook(self.grad_added)
-        pieces = [piece for flat in self.trained for piece in held[flat]]
+        pieces = [piece for flat in self.trained_flats for piece in pieces_of[flat]]
         self.tags = [tag for tag, _, _ in pieces]
         self.starts = [start for _, start, _ in pieces]
         self.weights = [weights for _, _, weights in pieces]
-        self.frozen = [(weights, tag, start) for flat in self.frozen_flats
-                       for tag, start, weights in held[flat]]
+        self.frozen = [piece for flat in self.frozen_flats for piece in pieces_of[flat]]
 
-    def held(self, flat):
+    def pieces_to_step(self, flat):
         """The pieces of a Flat's weights that this rank steps: all. Called once."""
         return flat.pieces(flat.weights, 0)
 
-    def expect(self, stage, last):
-        if last or self.every_microbatch:
+    def expect(self, stage, is_final):
+        if is_final or self.every_microbatch:
             self.start_rest()
             self.queue = [*self.flats[stage]]
             for flat in self.queue:
                 flat.missing = len(flat.params)
 
-    def complete(self, stage, last):
-        self.expect(stage, last)
+    def complete(self, stage, is_final):
+        self.expect(stage, is_final)
         self.start_rest()
 
     def grad_added(self, param):
-        """Called by autograd when param.grad is complete, once in each backward. (A tied weight's
-        is, when both of its users have added to it.)"""
+        """Called by autograd when param.grad is complete, once in each backward. (For a tied
+        weight: after both of its users have added to param.grad.)"""
         flat = self.home[param]
         # Under ZeRO-2 a gradient that comes before its turn, from the first half of a backward that
         # is cut in two, stays in param.grad
@@ -203,20 +210,20 @@ class DDP:
     def reduce(self, flat):
         all_reduce(flat.grads, flat.group)
 
-    def reduced(self, flat):
+    def wait_for_reduction(self, flat):
         """Wait until a Flat's gradients are summed over the replicas. Returns (this rank's part of
-        them, where it begins)."""
+        the gradients, index of the part's first element in the Flat)."""
         self.reductions.pop(flat)()
         return flat.grads, 0
 
     def gradients(self):
         self.start_rest()
         found = []
-        for flat in self.trained:
-            part, begin = self.reduced(flat)
+        for flat in self.trained_flats:
+            part, first = self.wait_for_reduction(flat)
             for group in flat.others:
                 all_reduce(part, group)
-            found += [values for _, _, values in flat.pieces(part, begin)]
+            found += [values for _, _, values in flat.pieces(part, first)]
             for param in flat.params:
                 param.grad = None
         return found
@@ -225,7 +232,6 @@ class DDP:
         """Nothing to send: every rank has stepped every weight, with the same gradients."""
 
     def whole(self):
-        """Yields (tag, this rank's whole slice) of every parameter, for tests and for the final
-        comparison of the replicas. Collective under ZeRO-3."""
-        for flat in self.trained + self.frozen_flats:
+        """For tests, and for the comparison of the replicas at the end. Collective under ZeRO-3."""
+        for flat in self.trained_flats + self.frozen_flats:
             yield from flat.slices()

@@ -90,7 +90,8 @@ class Trainer:
         # (Only a fork has parameters that are not trained)
         model = on_meta(config)
         self.shapes = shapes_of(model)
-        self.trained = [name for name, param in model.canonical_parameters() if param.requires_grad]
+        self.trained_names = [name for name, param in model.canonical_parameters()
+                              if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
         # Replicas hold the same weights, but see different sequences (the axes shard and ep of

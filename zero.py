@@ -11,8 +11,8 @@ of the gradients, ZeRO-3 also of the weights. For Psi parameters and m microbatc
     3 weights too (FSDP)         16/D                                  3 m Psi (D-1)/D
 
 (D counts all ranks over which a layer's gradients are summed: with --cp the context ranks too.)
-ZeRO-2 and 3 reduce the gradients of every microbatch, because keeping their sum until the last one
-would keep a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
+ZeRO-2 and 3 reduce the gradients of every microbatch, because a sum kept until the last microbatch
+would be a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
 is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
 
 Hybrid sharding (--shard R): shards over R of the D ranks, so R stands for D in the table, and the
@@ -26,12 +26,25 @@ import torch
 from collectives import all_gather, own_chunk, reduce_scatter
 from ddp import DDP
 
-# A block's Flat, D = 2, on replica 0. #: held all the time; o: during a part of the step
+# Which chunks of a block's Flat each replica has in memory, D = 2. #: all the time; o: a part of it
 #
-#                       DDP    ZeRO-1  ZeRO-2  ZeRO-3
-#    weights            ####   ####    ####    ##oo     oo: while this block runs, or a neighbour
-#    gradients          ####   ####    ##oo    ##oo     oo: until they are reduced
-#    optimizer states   ####   ##      ##      ##
+#                        DDP       ZeRO-1    ZeRO-2    ZeRO-3
+#    chunk                0 1       0 1       0 1       0 1
+#    replica 0
+#      weights            # #       # #       # #       # o    o: while the block computes, or the
+#      gradients          # #       # #       # o       # o       one that computes before it
+#      optimizer states   # #       #         #         #      o of gradients: until the replicas
+#    replica 1                                                    have reduced them
+#      weights            # #       # #       # #       o #
+#      gradients          # #       # #       o #       o #
+#      optimizer states   # #         #         #         #
+#
+# A step of ZeRO-3 with three blocks. F2: forward of block 2; B2: its backward
+#
+#    computes              | F1  | F2  | F3  | B3  | B2  | B1  | AdamW
+#    gathers weights     1 | 2   | 3   |     | 2   | 1   |
+#    has whole weights     | 1 2 | 2 3 | 3   | 3 2 | 2 1 | 1   |
+#    reduces gradients                             | 3   | 2   | 1
 
 
 def first_of_chunk(flat):
@@ -52,17 +65,19 @@ class ZeRO1(DDP):
         super().__init__(stages, *args)
         for layers in stages.values():
             for i, layer in enumerate(layers):
-                self.watch(layer, before=layers[:i][-1:], after=layers[i + 1 : i + 2])
+                previous = layers[i - 1] if i > 0 else None
+                following = layers[i + 1] if i + 1 < len(layers) else None
+                self.register_hooks(layer, previous, following)
 
-    def held(self, flat):
-        if not flat.trained:
-            return super().held(flat)
+    def pieces_to_step(self, flat):
+        if not flat.is_trained:
+            return super().pieces_to_step(flat)
         # Views: to step a chunk in place changes the parameter
         return flat.pieces(own_chunk(flat.weights, flat.group), first_of_chunk(flat))
 
-    def watch(self, layer, before, after):
-        """Register hooks of a layer. before, after (for ZeRO-3): the layer before this one in its
-        stage, and the one after it, each as a list, which is empty where there is none."""
+    def register_hooks(self, layer, previous, following):
+        """Have autograd call this reducer before the layer computes. previous, following (for
+        ZeRO-3): the neighbours of the layer in its stage, or None."""
         def in_forward(layer, args):
             for flat in self.flats_in(layer):
                 self.make_whole(flat)
@@ -76,22 +91,22 @@ class ZeRO1(DDP):
     def reduce(self, flat):
         reduce_scatter(flat.grads, flat.group)
 
-    def reduced(self, flat):
+    def wait_for_reduction(self, flat):
         self.reductions.pop(flat)()
         return own_chunk(flat.grads, flat.group), first_of_chunk(flat)
 
     def publish(self):
-        for flats in self.flats.values():  # of each stage, in the order of forward
-            for flat in reversed(flats):
+        for flats in self.flats.values():
+            for flat in reversed(flats):  # in the order in which forward needs them
                 self.gathers[flat] = self.background.start(all_gather, flat.weights, flat.group)
 
     def make_whole(self, flat):
-        """Return when the weights of a Flat are whole: they may be on their way."""
+        """Wait until the weights of a Flat are whole: they may be on their way."""
         if flat in self.gathers:
             self.gathers.pop(flat)()
 
     def whole(self):
-        for flat in self.trained:
+        for flat in self.trained_flats:
             self.make_whole(flat)
         return super().whole()
 
@@ -104,7 +119,7 @@ class ZeRO2(ZeRO1):
     every_microbatch = True
 
     def __init__(self, *args):
-        self.reducing = None  # the Flat whose gradients are on their way
+        self.reducing = None  # the Flat whose gradients travel now
         self.sums = {}  # Flat -> this rank's chunk of its gradient, summed over microbatches
         super().__init__(*args)
 
@@ -135,7 +150,7 @@ class ZeRO2(ZeRO1):
                 self.sums[flat] = chunk.clone()  # a view would keep the rest
             flat.grads = None
 
-    def reduced(self, flat):
+    def wait_for_reduction(self, flat):
         self.keep_chunk()
         return self.sums.pop(flat), first_of_chunk(flat)
 
@@ -145,44 +160,50 @@ class ZeRO3(ZeRO2):
     freed when the layer after it does: at most two layers' whole weights exist at a time.
 
     They are gathered once more for backward, which goes through the layers from the last to the
-    first; all but the embedding's, because its backward reads no weights. Freed is the memory of
-    the Flat; gathering fills the same memory object, into which the tensors point that autograd has
-    saved.
+    first; all but the embedding's, because its backward reads no weights. free() resizes the
+    Flat's storage to 0, and a gather resizes the same storage back, so tensors that autograd has
+    saved in forward see the gathered values in backward.
 
-    Gathers and reductions share the background's one order. So a parameter that gets a gradient on
+    One thread of the background runs gathers and reductions in the order in which they were
+    started. This order has to be the same on all replicas, so a parameter that gets a gradient on
     one replica needs to get one on all."""
 
     def __init__(self, *args):
         self.chunks = {}  # Flat -> this rank's chunk of its weights
         super().__init__(*args)
 
-    def held(self, flat):
+    def pieces_to_step(self, flat):
         chunk = self.chunks[flat] = own_chunk(flat.weights, flat.group).clone()
         flat.weights.untyped_storage().resize_(0)
         return flat.pieces(chunk, first_of_chunk(flat))
 
-    def watch(self, layer, before, after):
+    def register_hooks(self, layer, previous, following):
+        if previous is not None and not reads_weights(previous):
+            previous = None  # nothing to gather for its backward
+
         def in_forward(layer, args):
-            self.use(layer, after)
+            self.use(layer, following)
 
         def in_backward(grad):
-            self.use(layer, [other for other in before if reads_weights(other)])
+            self.use(layer, previous)
 
         # The gradient of a layer's output is there before any node of its backward that reads
         # weights runs: all of these nodes wait for that gradient, also a router's, whose scores
         # weight the outputs of its experts
-        def watch_backward(layer, args, out):
+        def register_in_backward(layer, args, out):
             if out.requires_grad:  # else this is a validation, which has no backward
                 out.register_hook(in_backward)
 
         layer.register_forward_pre_hook(in_forward)
         if reads_weights(layer):
-            layer.register_forward_hook(watch_backward)
+            layer.register_forward_hook(register_in_backward)
 
-    def use(self, layer, next_layers):
-        """Before a layer computes: have its weights whole, start to gather those of the next one,
-        and free all others."""
-        wanted = [flat for one in [layer, *next_layers] for flat in self.flats_in(one)]
+    def use(self, layer, neighbour):
+        """Before a layer computes: wait for its weights, start to gather those of the neighbour
+        that computes next (None: no layer does), and free all others."""
+        wanted = self.flats_in(layer)
+        if neighbour is not None:
+            wanted += self.flats_in(neighbour)
         self.free([flat for flat in self.gathers if flat not in wanted])
         for flat in wanted:
             self.start_gather(flat)
@@ -210,7 +231,7 @@ class ZeRO3(ZeRO2):
         self.free([*self.gathers])
 
     def whole(self):
-        for flat in self.trained + self.frozen_flats:
+        for flat in self.trained_flats + self.frozen_flats:
             self.make_whole(flat)
             yield from flat.slices()
             self.free([flat])

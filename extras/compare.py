@@ -405,7 +405,7 @@ def record_ours(rank, cfg, folder):
         gradients.update(slices(whole_slices(reducer, grads)))  # copies, before clipping
         step_weights(grads, norm, lr)
 
-    for flat in reducer.trained:
+    for flat in reducer.trained_flats:
         for param in flat.params:
             param.register_hook(partial(keep_term, param.tag))
     trainer.optimizer.step = keep_gradients

@@ -157,7 +157,7 @@ def demo_zero(rank, N):
         # Elements in memory, of 8 bytes each. What ZeRO-1 and 2 step are views of the Flats, whose
         # memory counts once; ZeRO-3 has freed the Flats
         held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8
-                for tensor in (*(flat.weights for flat in reducer.trained), *reducer.weights)}
+                for tensor in (*(flat.weights for flat in reducer.trained_flats), *reducer.weights)}
         if rank == 0:
             psi = sum(shape.numel() for shape in trainer.shapes.values())
             stepped = sum(weights.numel() for weights in reducer.weights)

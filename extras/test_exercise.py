@@ -49,7 +49,7 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
 
     ("zero3", "the own chunk is not there", ".copy_(self.chunks[flat])", ""),
     ("zero3", "nothing is freed", "flat.weights.untyped_storage().resize_(0)", "pass"),
-    ("zero3", "nothing is gathered ahead", "[layer, *next_layers]", "[layer]"),
+    ("zero3", "nothing is gathered ahead", "wanted += self.flats_in(neighbour)", "pass"),
 
     ("f_and_g", "f does not sum in backward", "lambda grad: sum_in_place(grad, group)",
      "lambda grad: grad"),

@@ -68,7 +68,7 @@ def peak_and_sent(trainer, batches):
     """A step. Returns (the most bytes held for backward: after each forward and each backward, and
     while a block is computed again; {group: bytes sent})."""
     pipeline = trainer.pipeline
-    apart = [*(flat.weights for flat in trainer.reducer.trained), trainer.positions,
+    apart = [*(flat.weights for flat in trainer.reducer.trained_flats), trainer.positions,
              *(tensor for pair in batches for tensor in pair)]
     saved = Saved(apart)
     found, again, in_backward = [0], [0], []
@@ -126,7 +126,7 @@ def held_and_sent(rank, cfg):
         batches = trainer.own(data.training(cfg, 0, trainer.mesh))
         trainer.own = lambda batches: batches
         activations, sent = peak_and_sent(trainer, batches)
-    flats = reducer.trained
+    flats = reducer.trained_flats
     chunks = [*reducer.chunks.values()] if cfg.zero == 3 else []
     grads = [flat.grads for flat in flats] + [p.grad for flat in flats for p in flat.params]
     masters = [master for master, weights in zip(optimizer.masters, reducer.weights, strict=True)

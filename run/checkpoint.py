@@ -299,8 +299,8 @@ def weights_of(trainer):
     """Yields (tensor's name, tag, start, values): this rank's piece of each weight. start: index of
     the first value in the slice that the tag describes; above 0 where ZeRO has cut the slice."""
     reducer = trainer.reducer
-    trained = zip(reducer.weights, reducer.tags, reducer.starts, strict=True)
-    for values, tag, start in [*trained, *reducer.frozen]:
+    trained = zip(reducer.tags, reducer.starts, reducer.weights, strict=True)
+    for tag, start, values in [*trained, *reducer.frozen]:
         yield tag.name, tag, start, values.view(-1)
         if tag.name == EMBEDDING and UNTIED not in trainer.shapes:
             yield UNTIED, tag, start, values.view(-1)  # a tied matrix is stored under both names
@@ -318,7 +318,7 @@ def files_of(trainer, folder):
     """[(path, dtype's code, {tensor: full shape})] of the two files, the same on every rank."""
     shapes = dict(trainer.shapes)
     shapes.setdefault(UNTIED, shapes[EMBEDDING])  # tied: see weights_of
-    states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained
+    states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained_names
               for kind in trainer.optimizer.named_states()}
     wide = torch.promote_types(trainer.dtype, torch.float32)
     return [(folder / MODEL, CODES[trainer.dtype], shapes),

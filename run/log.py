@@ -275,7 +275,7 @@ def predicted_bytes(trainer):
     for tag in reducer.tags:
         total += tag.slice_shape.numel() * sum(
             bytes_per_parameter(zero, tag.sum_over[0].size, width))
-    for _, tag, _ in reducer.frozen:
+    for tag, _, _ in reducer.frozen:
         total += tag.slice_shape.numel() * bytes_per_parameter(zero, tag.sum_over[0].size, width)[0]
     return round(total)
 
@@ -285,7 +285,7 @@ def held_bytes(trainer):
     storages, of which several tensors may be views."""
     reducer = trainer.reducer
     states = [values for kind in trainer.optimizer.named_states().values() for values in kind]
-    held = [*reducer.weights, *trainer.grads, *states, *(w for w, _, _ in reducer.frozen)]
+    held = [*reducer.weights, *trainer.grads, *states, *(w for _, _, w in reducer.frozen)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     return sum(storages.values())
 

@@ -149,7 +149,7 @@ def _bytes(rank, cfg):
     mine = [cut for cut, where in zip(trainer.cuts, trainer.where, strict=True)
             if where == mesh.group("pp").rank]
     layers = [layer for begin, stop in mine for layer in range(begin, stop)]
-    flats = trainer.reducer.trained
+    flats = trainer.reducer.trained_flats
     held = {"first": 0 in layers, "last": cfg.n_layer + 1 in layers,
             "blocks": sum(0 < layer <= cfg.n_layer for layer in layers),
             "all": sum(flat.weights.numel() for flat in flats)}

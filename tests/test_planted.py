@@ -20,7 +20,7 @@ BUGS = [
      "all_reduce(flat.grads, flat.group)",
      "all_reduce(flat.grads, flat.group).div_(flat.group.size)", "--dp 2"),
     ("gradients are summed over the replicas again in each microbatch", "ddp.py",
-     "if last or self.every_microbatch:", "if True:", "--dp 2 --microbatches 3"),
+     "if is_final or self.every_microbatch:", "if True:", "--dp 2 --microbatches 3"),
     ("only the last microbatch's gradient is left", "ddp.py",
      "param.grad = view", "param.grad = None", "--dp 2 --microbatches 3"),
     ("ZeRO-2 forgets the microbatches before", "zero.py",

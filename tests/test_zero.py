@@ -27,7 +27,7 @@ def elements_sent(rank, cfg):
     the same shard; {name of a Flat's first parameter: its elements, padded})"""
     trainer, data = make_trainer(cfg)
     trainer.step(data.training(cfg, 0, trainer.mesh), 1e-3)
-    numels = {f.params[0].tag.name: f.weights.numel() for f in trainer.reducer.trained}
+    numels = {f.params[0].tag.name: f.weights.numel() for f in trainer.reducer.trained_flats}
     if cfg.zero in (1, 2):
         list(trainer.reducer.whole())  # waits for the new weights, which are on their way
     groups = trainer.mesh.groups
@@ -97,7 +97,7 @@ def memory_of_a_step(rank, cfg):
     """{what: bytes, or the answer to a question}, after a validation, a step and whole()."""
     trainer, data = make_trainer(cfg)
     reducer, optimizer = trainer.reducer, trainer.optimizer
-    flats = reducer.trained
+    flats = reducer.trained_flats
     batches = data.training(cfg, 0, trainer.mesh)
     uses = [{reducer.home[param] for param in layer.parameters()}  # the Flats of each layer
             for layer in trainer.pipeline.stages[0]]
@@ -194,7 +194,7 @@ def overlap(rank, cfg):
 
     def start(flat):
         type(reducer).start(reducer, flat)
-        inside.append((bool(in_backward), reducer.trained[-1].missing > 0))
+        inside.append((bool(in_backward), reducer.trained_flats[-1].missing > 0))
         # The claim: the reduction can end before backward goes on. So backward waits for it
         reducer.reductions[flat]()
         assert len(threads) == len(inside)
