@@ -20,12 +20,12 @@ import torch
 
 from collectives import wait_all
 from experts import balance_loss
-from schedules import DIRECTION, make_schedule, message_of, placement
+from schedules import SHIFT, make_schedule, message_of, placement
 
 
 def order_of_messages(lists, where, rank):
     """{other rank: the tensors that it sends to this rank, in the order in which it sends them}. A
-    tensor is named (data, stage that needs it, microbatch)."""
+    tensor is named (direction, stage that needs it, microbatch)."""
     found = {other: [] for other in range(len(lists))}
     for other, actions in enumerate(lists):
         for action in actions:
@@ -48,8 +48,8 @@ class Pipeline:
 
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward. GPipe runs
     F0 F1 F2 F3 F4 F5, then B0 B1 B2 B3 B4 B5. 1F1B: warm up F0 F1, steady state F2 B0 F3 B1 F4 B2
-    F5 B3, cool down B4 B5. Zero bubble runs I and W for B: the gradient of the stage's input, for
-    which the rank before waits, now; the gradients of its matrices later.
+    F5 B3, cool down B4 B5. Zero bubble cuts B into I and W: I computes the gradient of the stage's
+    input now, because the rank before waits for it; W computes the gradients of its matrices later.
     """
 
     def __init__(self, stages, group, cfg, shape, dtype, deferred, scale):
@@ -63,47 +63,49 @@ class Pipeline:
         self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches)
         # In a validation only the forwards run
         self.forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
-        # {stage: the action that completes its gradients, the last B or W}
-        self.last = {a.stage: a for a in self.lists[group.rank] if a.kind in ("B", "W")}
+        # {stage: the action that completes its gradients, the last B or W of the step}
+        self.final_action = {a.stage: a for a in self.lists[group.rank] if a.kind in ("B", "W")}
         # What the other ranks send to this one, in training and in a validation
-        self.messages = [order_of_messages(each, self.where, group.rank)
-                         for each in (self.lists, self.forwards)]
+        self.all_messages = order_of_messages(self.lists, self.where, group.rank)
+        self.forward_messages = order_of_messages(self.forwards, self.where, group.rank)
         self.incoming = {}  # other rank -> what it has yet to send in this step
-        # (data, stage, microbatch) -> a tensor that has come and is not needed yet
+        # (direction, stage, microbatch) -> a tensor that has come and is not needed yet
         self.arrived = {}
         self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
         self.weight_work = {}  # (stage, microbatch) -> deferred weight gradients, from I to W
         self.sends = []  # Works
 
-    def run(self, batches, reducer=None):
+    def run(self, microbatches, reducer=None):
         """Forward and backward of all microbatches of a step; without a reducer forward only.
 
-        In: the (ids, targets) of each microbatch of this replica, the same on all ranks of the
+        In: [(ids, targets)], the microbatches of this replica, the same on all ranks of the
         group; the reducer of this rank's gradients (ddp.py).
         Out: the reducer can give the gradients. Returns this rank's part of the loss per token,
         without the balance loss, 0 without the last stage: a float64 tensor.
         """
-        lists, messages = (self.lists, self.messages[0]) if reducer else (
-            self.forwards, self.messages[1])
-        self.incoming = {other: deque(named) for other, named in messages.items()}
+        if reducer:
+            lists, messages = self.lists, self.all_messages
+        else:
+            lists, messages = self.forwards, self.forward_messages
+        self.incoming = {other: deque(names) for other, names in messages.items()}
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
         for action in lists[self.group.rank]:
             kind, stage, k = action
-            last = action == self.last[stage]
+            is_final = action == self.final_action[stage]
             if kind == "F":
                 with torch.set_grad_enabled(reducer is not None):
-                    loss += self.forward(stage, k, *batches[k])
+                    loss += self.forward(stage, k, *microbatches[k])
             elif kind == "B" and self.deferred is None:
-                reducer.expect(stage, last)
+                reducer.expect(stage, is_final)
                 self.backward(stage, k)
-            else:  # a backward that is cut in two; a B among such ones runs both parts
+            else:  # I or W; or, in a schedule that has these, a B, which runs both
                 if kind in ("I", "B"):
                     self.backward(stage, k)
                     self.weight_work[stage, k] = [*self.deferred]
                     self.deferred.clear()
                 if kind in ("W", "B"):
                     self.add_weight_gradients(stage, k)
-                    reducer.complete(stage, last)
+                    reducer.complete(stage, is_final)
         # gloo completes a send only when its receive is posted: if each rank waited for each send
         # at once, two ranks that send to each other would wait forever
         wait_all(self.sends)
@@ -114,20 +116,22 @@ class Pipeline:
         """F. Returns the loss per token, 0 without the last stage."""
         # (B, S) token ids on the first stage; else (B, S, C), and backward computes its gradient
         x = ids if stage == 0 else self.take("F", stage, k).requires_grad_(torch.is_grad_enabled())
-        *before, last = self.stages[stage]
+        *layers, last_layer = self.stages[stage]
         y = x
-        for layer in before:
+        for layer in layers:
             y = layer(y)
-        is_last = stage == len(self.where) - 1
-        # The last layer of the model is its head, which returns the loss
-        y = last(y, targets) / self.tokens if is_last else last(y).contiguous()
+        has_head = stage == len(self.where) - 1
+        if has_head:  # the model's last layer, which returns the loss
+            y = last_layer(y, targets) / self.tokens
+        else:
+            y = last_layer(y).contiguous()
         outputs = [y]
         balance = balance_loss(self.stages[stage])  # the balance loss of this stage's experts
         if balance is not None:
             outputs.append(balance / self.tokens)
         if torch.is_grad_enabled():
             self.in_flight[stage, k] = x, outputs
-        if is_last:
+        if has_head:
             return y.detach()
         self.pass_on("F", stage, k, y.detach())
         return 0.0
@@ -140,11 +144,12 @@ class Pipeline:
         grads = [None] * len(outputs)
         if stage < len(self.where) - 1:
             grads[0] = self.take("B", stage, k)  # (B, S, C)
-        outputs = [y * self.scale if grad is None else y
-                   for y, grad in zip(outputs, grads, strict=True)]
-        trained = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if y.requires_grad]
-        if trained:
-            torch.autograd.backward(*zip(*trained, strict=True))
+        roots = []  # (output, its gradient)
+        for y, grad in zip(outputs, grads, strict=True):
+            if y.requires_grad:  # not, if a fork has frozen all weights before it
+                roots.append((y * self.scale if grad is None else y, grad))
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))
         if stage > 0:
             self.pass_on("B", stage, k, x.grad)
 
@@ -155,29 +160,29 @@ class Pipeline:
             product = grad.flatten(0, -2).t() @ x.flatten(0, -2)
             weight.grad = product if weight.grad is None else weight.grad.add_(product)
 
-    def pass_on(self, data, stage, k, tensor):
+    def pass_on(self, direction, stage, k, tensor):
         """Give a stage's result to the stage after ("F") or before ("B")."""
-        to = stage + DIRECTION[data]
+        to = stage + SHIFT[direction]
         if self.where[to] == self.group.rank:
-            self.arrived[data, to, k] = tensor
+            self.arrived[direction, to, k] = tensor
         else:
             self.sends.append(self.group.send(tensor, self.where[to]))
 
-    def take(self, data, stage, k):
-        """Return the tensor that `stage` needs for microbatch k. Messages have no names: what a
-        rank sends comes in the order of its actions, and what is not needed yet is kept."""
-        source = self.where[stage - DIRECTION[data]]
-        while (data, stage, k) not in self.arrived:
+    def take(self, direction, stage, k):
+        """Return the tensor that `stage` needs for microbatch k. Messages have no names: those of a
+        rank come in the order of its actions, and a tensor that is not needed yet is kept."""
+        source = self.where[stage - SHIFT[direction]]
+        while (direction, stage, k) not in self.arrived:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
             self.group.recv(tensor, source).wait()
             self.arrived[self.incoming[source].popleft()] = tensor
-        return self.arrived.pop((data, stage, k))
+        return self.arrived.pop((direction, stage, k))
 
 
 def tie_ends(all_layers, group):
     """Tag the tied embedding, which the first and the last stage both hold: its gradient is the sum
-    of two terms, the embedding's on the first stage and the head's on the last. all_layers: the
-    whole model's, before they are cut into stages. group: the ranks of those two stages
+    of two terms, the embedding's on the first stage and the head's on the last. all_layers: those
+    of the whole model, before they are cut into stages. group: the ranks of those two stages
     (Mesh.ends); any other rank is alone in its group, and has nothing to tag."""
     weight = all_layers[0].wte.weight
     is_tied = weight is all_layers[-1].lm_head.weight

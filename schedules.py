@@ -1,52 +1,41 @@
 """Pipeline schedules: which rank runs which microbatch of which stage, in which order.
 
-The model is cut into stages, P ranks have v stages each (a rank's chunks), and the batch is cut
-into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of the
-stage's input, W for the gradients of its weights.
+The model is cut into stages, P ranks have v stages each, and the batch is cut into m microbatches.
+A forward takes the time F, a backward B = I + W: I for the gradient of the stage's input, W for the
+gradients of its weights.
 
-                 bubble                             in flight
-    gpipe        (P-1) / (m+P-1)                    m                 arXiv 1811.06965
-    1f1b         (P-1) / (m+P-1)                    P                 arXiv 1806.03377
-    interleaved  (P-1) / (vm+P-1)                   P + (P-1)/v (1)   arXiv 2104.04473
-    zb-h1        (P-1) / (3m+P-1)                   P                 arXiv 2401.10241
-    (1) a microbatch in one of v chunks counts 1/v
+                 bubble              in flight
+    gpipe        (P-1) / (m+P-1)     m                 arXiv 1811.06965
+    1f1b         (P-1) / (m+P-1)     P                 arXiv 1806.03377
+    interleaved  (P-1) / (vm+P-1)    P + (P-1)/v *     arXiv 2104.04473
+    zb-h1        (P-1) / (3m+P-1)    P                 arXiv 2401.10241
+    * a microbatch in one of the rank's v stages counts 1/v
 
 Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that the slowest rank is
 idle, between its first action and its last. In flight: microbatches whose forward is done and whose
 backward is not, on the rank with the most of them, which holds their activations.
 
-make_schedule lists each rank's Actions, validate checks them, simulate times them.
+make_schedule lists each rank's Actions, which pipeline.py runs.
 
     python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8 --compare
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. Stages
-# are one chain, each on one rank. A chunk takes its microbatches in their order, forward and
-# backward: the first "F" of a list is the forward of microbatch 0, the second that of microbatch 1,
-# and so on. (So no schedule here runs a stage on two ranks, or the newest backward first.) A digit
-# is a microbatch everywhere: `python -m extras.show schedules` prints "F" "F" "B" "B" as F0 F1 B0
-# B1. If a rank has several chunks, a small letter names the chunk: "Fa" is a forward of its first
-# chunk, "Fb" of its second. The capitals:
-#     F   forward
-#     B   backward
-#     I   half a backward: the gradient of the stage's input. The previous stage waits for it
-#     W   the other half: the gradients of the stage's weights. Only the optimizer waits for them
-
-
-def letter(chunk):
-    """The small letter of a chunk: a, b, c, ..."""
-    return chr(ord("a") + chunk)
-
-
-def chunk_of(action):
-    """The chunk that an action such as "Fb" names: 1. "F" names none: the rank has only chunk 0."""
-    return ord(action[1]) - ord("a") if len(action) > 1 else 0
+# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. If a rank
+# has one stage, an action is a kind:
+#     "F"   forward
+#     "B"   backward
+#     "I"   half a backward: the gradient of the stage's input. The previous stage waits for it
+#     "W"   the other half: the gradients of the stage's weights. Only the optimizer waits for them
+# If a rank has several stages, an action is a pair: ("F", 0) is a forward of the rank's first
+# stage, ("F", 1) of its second. A stage takes its microbatches in their order, forward and
+# backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. (So no
+# schedule here runs a stage on two ranks, or the newest backward first.) In the examples below, as
+# in `python -m extras.show schedules`, a digit is a microbatch: "F" "F" "B" "B" is F0 F1 B0 B1.
 
 
 def gpipe(P, m, v, rank):
@@ -78,19 +67,16 @@ def weave(forwards, backwards, num_warmup):
 
 
 def interleaved(P, m, v, rank):
-    """1F1B with v chunks per rank: the pipeline fills in 1/v of the time, for v times the messages.
-    P microbatches go through chunk 0, then the same P through chunk 1, and so on; m is a multiple
-    of P.
+    """1F1B with v stages per rank: the pipeline fills in 1/v of the time, for v times the messages.
+    P microbatches go through a rank's stage 0, then the same P through its stage 1, and so on; m is
+    a multiple of P.
 
     P = 2, v = 2, m = 4:
-        forwards  Fa Fa Fb Fb Fa Fa Fb Fb
-        backwards Bb Bb Ba Ba Bb Bb Ba Ba"""
-    chunks = [i // P % v for i in range(m * v)]  # P = 2, v = 2, m = 4: 0 0 1 1 0 0 1 1
-    forwards = ["F" + letter(chunk) for chunk in chunks]
-    backwards = ["B" + letter(v - 1 - chunk) for chunk in chunks]
-    if v == 1:
-        return weave(forwards, backwards, P - 1 - rank)
-    # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
+        forwards of the rank's stage    0 0 1 1 0 0 1 1
+        backwards of the rank's stage   1 1 0 0 1 1 0 0"""
+    forwards = [("F", i // P % v) for i in range(m * v)]
+    backwards = [("B", v - 1 - i // P % v) for i in range(m * v)]
+    # A backward starts with the last stage: first come P forwards of each stage before the last ...
     num_warmup = (v - 1) * P
     # ... then twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F
     # a step is 7% longer with once (simulated, messages that block no rank, P 4, v 2, m 16)
@@ -123,63 +109,56 @@ def zero_bubble(P, m, v, rank):
 
 class Schedule(NamedTuple):
     """What a schedule declares. Other files ask these fields, and compare no names."""
-    # actions(P, m, v, rank): the rank's list, as above. splits_backward() calls it, too, with P = 2
-    actions: Callable
-    chunks: int = 1  # stages per rank
+    actions: Callable  # actions(P, m, v, rank): the rank's list, as above
+    stages_per_rank: int = 1
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
+    splits_backward: bool = False  # has I and W instead of B, at least for some microbatches
 
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),
     "1f1b": Schedule(one_f_one_b),
-    "interleaved": Schedule(interleaved, chunks=2, in_rounds=True),
-    "zb-h1": Schedule(zero_bubble),
+    "interleaved": Schedule(interleaved, stages_per_rank=2, in_rounds=True),
+    "zb-h1": Schedule(zero_bubble, splits_backward=True),
 }
 
 
 def placement(name, P, v=0):
-    """The list `where`: where[s] is the rank of stage s. P = 3: 0 1 2; with two chunks 0 1 2 0 1 2.
-    v: stages per rank; 0: as many as the schedule declares."""
-    return [s % P for s in range(P * (v or SCHEDULES[name].chunks))]
-
-
-@cache
-def splits_backward(name):
-    """Does the schedule run I and W instead of B, at least for some microbatches? The lists of four
-    microbatches on two ranks tell."""
-    v = SCHEDULES[name].chunks
-    return any(action[0] == "W" for rank in range(2)
-               for action in SCHEDULES[name].actions(2, 4, v, rank))
+    """The list `where`: where[s] is the rank of stage s. P = 3: 0 1 2; with two stages per rank
+    0 1 2 0 1 2. v: stages per rank; 0: as many as the schedule declares."""
+    return [s % P for s in range(P * (v or SCHEDULES[name].stages_per_rank))]
 
 
 def cut(costs, n):
     """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
     possible, because it sets the pace. The stages before the last are cut by the same rule: of the
-    cuts with a costliest of 20, cut([0, 5, 5, 5, 5, 20], 3) is [(0, 3), (3, 5), (5, 6)]."""
+    cuts with a costliest of 20, cut([0, 5, 5, 5, 5, 20], 3) is [(0, 3), (3, 5), (5, 6)].
+
+    Dynamic programming: the best cut of the first `stop` layers into k stages is a last stage
+    [start, stop) after the best cut of the first `start` layers into k - 1. cut([1, 1, 2], 2):
+
+        best      stop = 1      stop = 2                 stop = 3
+        k = 1     1: [(0, 1)]   2: [(0, 2)]              4: [(0, 3)]
+        k = 2                   1: [(0, 1), (1, 2)]      2: [(0, 2), (2, 3)]
+
+    A number is the cost of the costliest stage."""
     total = [0, *accumulate(costs)]  # total[i]: cost of the first i layers
     layers = len(costs)
-
-    def add_stage(shorter, stop, k):
-        """The best cut of the first `stop` layers into k stages: the last one is [start, stop), and
-        shorter[start] is the best cut of the layers before it into k - 1 stages."""
-        found = None  # (cost of its costliest stage, its stages)
-        for start in reversed(range(k - 1, stop)):  # k - 1 stages before have a layer each
-            last = total[stop] - total[start]
-            if found and last > found[0]:
-                break  # too costly, and a last stage that starts earlier costs no less
-            costliest, stages = shorter[start]
-            candidate = (max(costliest, last), [*stages, (start, stop)])
-            # Cheaper or, on a tie, with shorter first stages
-            if found is None or candidate < found:
-                found = candidate
-        return found
-
-    # Dynamic programming. best[stop]: (cost of the costliest stage, stages); at first one stage
-    best = {stop: (total[stop], [(0, stop)]) for stop in range(1, layers + 1)}
+    best = {stop: (total[stop], [(0, stop)]) for stop in range(1, layers + 1)}  # k = 1
     for k in range(2, n + 1):
-        later = n - k  # stages that follow, and need a layer each
-        best = {stop: add_stage(best, stop, k) for stop in range(k, layers - later + 1)}
-    return best[layers][1]
+        shorter = best
+        best = {}
+        for stop in range(k, layers + 1):
+            candidates = []
+            for start in reversed(range(k - 1, stop)):
+                costliest, stages = shorter[start]
+                last = total[stop] - total[start]
+                candidates.append((max(costliest, last), [*stages, (start, stop)]))
+                if last > costliest:
+                    break  # with an earlier start the last stage costs no less
+            best[stop] = min(candidates)  # the cheapest or, on a tie, with shorter first stages
+    _, stages = best[layers]
+    return stages
 
 
 # ---- the lists as pipeline.py runs them ----
@@ -199,50 +178,53 @@ def make_schedule(name, P, m, v=0):
     """One list of Actions per rank, for P ranks and m microbatches. v: stages per rank; 0: as many
     as the schedule declares."""
     assert not SCHEDULES[name].in_rounds or m % P == 0, "whole rounds of P microbatches"
-    return [actions_of(name, P, m, v or SCHEDULES[name].chunks, rank) for rank in range(P)]
+    v = v or SCHEDULES[name].stages_per_rank
+    return [actions_of(name, P, m, v, rank) for rank in range(P)]
 
 
 def actions_of(name, P, m, v, rank):
-    """One rank's list. interleaved, P = 2, v = 2, rank 0, whose chunk 1 is stage 2: the first two
-    "Fb" become F(stage 2, microbatch 0) and F(stage 2, microbatch 1). B and I count together,
-    because each is a microbatch's backward: "Ba" "Ia" are B of microbatch 0 and I of microbatch 1.
-    A W is of the oldest I whose W has not run: after these two, "Wa" is W of microbatch 1."""
+    """One rank's list. interleaved, P = 2, v = 2, rank 0, which has stages 0 and 2: its first two
+    ("F", 1) become F(stage 2, microbatch 0) and F(stage 2, microbatch 1). B and I count together,
+    because each is a microbatch's backward: "B" "I" are B of microbatch 0 and I of microbatch 1. A
+    W is of the oldest I whose W has not run: after these two, "W" is W of microbatch 1."""
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
-    count = Counter()  # count["F", 1]: number of "Fb" so far
-    deferred = {chunk: deque() for chunk in range(v)}  # microbatches between I and W
+    count = Counter()  # count["F", s]: number of forwards of stage s so far
+    deferred = {s: deque() for s in stages}  # stage -> microbatches between I and W
     actions = []
-    for code in SCHEDULES[name].actions(P, m, v, rank):  # such as "Fb"
-        kind, chunk = code[0], chunk_of(code)
-        if kind == "W" and deferred[chunk]:
-            k = deferred[chunk].popleft()
+    for entry in SCHEDULES[name].actions(P, m, v, rank):
+        kind, number = entry if isinstance(entry, tuple) else (entry, 0)
+        s = stages[number]
+        if kind == "W" and deferred[s]:
+            k = deferred[s].popleft()
         else:  # F, B, I; or a W without an I: a wrong list, which validate() refuses
-            turn = "B" if kind == "I" else kind, chunk  # B and I count together
-            k = count[turn]
-            count[turn] += 1
+            counted = "B" if kind == "I" else kind
+            k = count[counted, s]
+            count[counted, s] += 1
         if kind == "I":
-            deferred[chunk].append(k)
-        actions.append(Action(kind, stages[chunk], k))
+            deferred[s].append(k)
+        actions.append(Action(kind, s, k))
     return actions
 
 
-DIRECTION = {"F": 1, "B": -1}  # activations (F) go from stage s to s + 1, gradients (B) to s - 1
+# Where a result goes: an activation (F) from stage s to s + 1, a gradient (B) from s to s - 1
+SHIFT = {"F": 1, "B": -1}
 
 
 def message_of(action, where):
-    """The message with an action's result: (data, stage that needs it, microbatch), or None if that
-    stage is on the same rank, or there is none. data: "F", an activation, or "B", a gradient.
-    F(0, k) -> ("F", 1, k); B(1, k) or I(1, k) -> ("B", 0, k)."""
+    """The message with an action's result: (direction, stage that needs it, microbatch), or None if
+    that stage is on the same rank, or there is none. direction: "F", the message is an activation,
+    or "B", a gradient. F(0, k) -> ("F", 1, k); B(1, k) or I(1, k) -> ("B", 0, k)."""
     kind, s, k = action
     if kind == "W":
         return None
-    data = "F" if kind == "F" else "B"
-    to = s + DIRECTION[data]
+    direction = "F" if kind == "F" else "B"
+    to = s + SHIFT[direction]
     if not 0 <= to < len(where) or where[to] == where[s]:
         return None
-    return data, to, k
+    return direction, to, k
 
 
-# ---- checks and times ----
+# ---- checks and times, for tests, docs and extras: training runs nothing below ----
 #
 #     play      runs lists against a clock, by what each action needs
 #     validate  checks any lists, those that you wrote by hand too

@@ -33,7 +33,7 @@ from mesh import Mesh
 from model import Attention, Block, initial_value
 from optimizer import AdamW, LossScale, learning_rate
 from pipeline import Pipeline, tie_ends
-from schedules import cut, placement, splits_backward
+from schedules import SCHEDULES, cut, placement
 from shard import tag_whole
 from sizes import config_of
 from tensor_parallel import Column, Row, VocabularyEmbedding, VocabularyHead, split_matrices
@@ -105,7 +105,7 @@ class Trainer:
         # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         # Where a zero-bubble schedule leaves the gradients of matrices that are to come later
-        deferred = [] if splits_backward(cfg.schedule) else None
+        deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)

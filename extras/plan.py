@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from data.files import read_json
 from run.flags import Config, Parser, fail, parse
-from schedules import SCHEDULES, actions_of, cut, placement, splits_backward
+from schedules import SCHEDULES, actions_of, cut, placement
 from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
 
 # A layout is a Config, train.py's flags. Letters are those of docs/memory.md. w: bytes of a weight
@@ -57,7 +57,7 @@ def moments(model, schedule, P, m, rank):
     """The different Counts of what a rank holds along its list of actions."""
     now = Count()
     found = set()
-    for kind, stage, _ in actions_of(schedule, P, m, SCHEDULES[schedule].chunks, rank):
+    for kind, stage, _ in actions_of(schedule, P, m, SCHEDULES[schedule].stages_per_rank, rank):
         layers = stages_of(model, schedule, P)[rank][stage]
         if kind in ("B", "I") and layers.blocks:
             # The head's backward comes first; then the stage's last block is computed again
@@ -175,7 +175,7 @@ class Rank:
         x, C, block = self.layout, self.model.n_embd, self.block()
         kept = self.n * C * self.w / self.slices if x.recompute else block  # its input
         # Where words are split: the row of each id, and is it on another rank?
-        embedding = 9 * self.n * (x.tp > 1 or splits_backward(x.schedule))
+        embedding = 9 * self.n * (x.tp > 1 or SCHEDULES[x.schedule].splits_backward)
         # The forward of the head has computed the gradients of its input and of its matrix
         head = self.n * (self.norms() + C * self.w) + self.matrix * self.wide
         # But for GPipe more than 2 P microbatches do not raise the peak
@@ -341,7 +341,7 @@ def compute_seconds(rank, gpu, scores):
 
 
 def step_seconds(model, layout, gpu, v=0, scores=0):
-    """(seconds of a step, the bubble, what the slowest pipeline rank sends). v: chunks of a rank,
+    """(seconds of a step, the bubble, what the slowest pipeline rank sends). v: stages of a rank,
     if not the schedule's. Beside compute travel keys and values, the pipeline's activations, the
     gradients of the last microbatch (ZeRO-2, 3: all messages of all). Compute waits for tp and ep.
     """
@@ -354,7 +354,8 @@ def step_seconds(model, layout, gpu, v=0, scores=0):
     pipeline = m * each + seconds["tp"] + seconds["ep"]
     pipeline += exposed(seconds["cp"], m * each) + exposed(seconds["pp"], m * each)
     # The table of schedules.py
-    rounds = m * (3 if layout.schedule == "zb-h1" else v or SCHEDULES[layout.schedule].chunks)
+    v = v or SCHEDULES[layout.schedule].stages_per_rank
+    rounds = m * (3 if layout.schedule == "zb-h1" else v)
     bubble = (layout.pp - 1) / (rounds + layout.pp - 1)
     # AdamW reads and writes its states, reads gradients, writes weights
     optimizer = 2.5 * slowest.memory()["optimizer"] / (1e9 * HBM * gpu.hbm)
@@ -384,7 +385,7 @@ def layouts(model, gpus, gpu, batch_size):
         for ep, zero, schedule, recompute, sequences in product(
                 expert_ranks, range(2 if pp > 1 else 4), schedules, (False, True), (1, 2, 4, 8)):
             m, rest = divmod(batch_size, dp * sequences)
-            fits = pp * SCHEDULES[schedule].chunks <= model.n_layer + 2
+            fits = pp * SCHEDULES[schedule].stages_per_rank <= model.n_layer + 2
             if rest == 0 and m and fits and not (SCHEDULES[schedule].in_rounds and m % pp):
                 yield Config(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, zero=zero,
                              schedule=schedule, microbatches=m, recompute=recompute,

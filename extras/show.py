@@ -258,7 +258,7 @@ def demo_pipeline(rank, N):
 
 LETTERS = """\
 F0: forward of microbatch 0. B0: its backward; or its halves, I0 for the gradient of the input, W0
-for those of the weights. Lower case: a rank's second chunk. Dashes: the action goes on. Dots: the
+for those of the weights. Lower case: a rank's second stage. Dashes: the action goes on. Dots: the
 rank waits."""
 FIGURES = """\
 Makespan: time of a step. The bubble is the share of it in which the slowest rank waits. In flight:
@@ -304,7 +304,7 @@ def figures(name, P, m, costs, timeline):
     """A schedule's figures, in one line. peak_in_flight counts pairs of a stage and a microbatch: a
     pair holds the activations of one stage, 1/v of the rank's layers."""
     f, i, w, comm = costs
-    v = SCHEDULES[name].chunks
+    v = SCHEDULES[name].stages_per_rank
     # The bubble by the formula of the schedule's paper, idle / (idle + work). For each other rank a
     # rank idles for an F and a B of one stage. zb-h1: for an F and an I, less one W, which fills a
     # part of the gap. Times v, like the work
@@ -437,7 +437,7 @@ def write_svg(file, title, width, height, shapes):
 
 
 def draw_schedule(file, title, times):
-    """The timelines of schedule_text; later chunks are paler."""
+    """The timelines of schedule_text; a rank's later stages are paler."""
     left, right, row_height = 60, 940, 26
     last_end = max(end for row in times for _, _, end in row)
     pixels_per_time = (right - left) / last_end
@@ -448,14 +448,14 @@ def draw_schedule(file, title, times):
         for (kind, stage, k), start, end in row:
             x = left + start * pixels_per_time
             wide = (end - start) * pixels_per_time
-            chunk = stage // len(times)
-            picture.box(x, y, wide - 1, 22, COLORS[kind], f'opacity="{2 / (2 + chunk):.2f}"')
+            number = stage // len(times)  # among those of the rank
+            picture.box(x, y, wide - 1, 22, COLORS[kind], f'opacity="{2 / (2 + number):.2f}"')
             font_size = min(12, 1.5 * wide / len(str(k)))
             picture.text(x + wide / 2, y + 15, k, "middle", "#222", f'font-size="{font_size:.1f}"')
     kinds = {action.kind for row in times for action, *_ in row}
     words = [meaning for kind, meaning in LEGEND.items() if kind in kinds]
     if any(action.stage >= len(times) for row in times for action, *_ in row):
-        words.append("paler: later chunks")
+        words.append("paler: a rank's later stages")
     picture.text(left, 60 + row_height * len(times), "; ".join(words))
     write_svg(file, title, right + 12, 76 + row_height * len(times), picture.shapes)
 

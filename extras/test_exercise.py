@@ -90,10 +90,9 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
      '["F"] * (m - num_warmup) + ["B"] * (m - num_warmup)'),
     ("1f1b", "a warm-up of more than m", "min(P - 1 - rank, m)", "P - 1 - rank"),
 
-    ("interleaved", "backward begins with the first chunk", "letter(v - 1 - chunk)",
-     "letter(chunk)"),
-    ("interleaved", "one microbatch at a time", "i // P % v", "i % v"),
-    ("interleaved", "the earlier chunks are not in the warm-up", "(v - 1) * P", "0"),
+    ("interleaved", "backward begins with the first stage", "v - 1 - i // P % v", "i // P % v"),
+    ("interleaved", "one microbatch at a time", '("F", i // P % v)', '("F", i % v)'),
+    ("interleaved", "the earlier stages are not in the warm-up", "(v - 1) * P", "0"),
 
     ("zero_bubble", "each W at once", "lag = min(rank, m)", "lag = 0"),
     ("zero_bubble", "all Ws at the end", "lag = min(rank, m)", "lag = m"),

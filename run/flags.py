@@ -233,7 +233,7 @@ def check_layout(cfg, world):
         if f.type in (int, float) and not least <= getattr(cfg, f.name) < 2**63:  # nor nan
             raise ValueError(f"{given(cfg, f.name)} must be at least {least}, and below 2^63")
     require(1 <= cfg.timeout <= 10**6, f"{given(cfg, 'timeout')} must be from 1 to 1000000 seconds")
-    stages = cfg.pp * SCHEDULES[cfg.schedule].chunks
+    stages = cfg.pp * SCHEDULES[cfg.schedule].stages_per_rank
     require(stages <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'schedule')}: {stages} stages must be "
             f"at most --n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
     choose(cfg, world)

@@ -51,14 +51,14 @@ def test_damaged_lists_are_rejected(name, damage):
 
 @pytest.mark.parametrize("P,m,v", [(2, 8, 2), (4, 8, 2), (4, 12, 3), (8, 16, 4)])
 def test_bubbles_and_peaks_are_the_papers_closed_forms(P, m, v):
-    """The table of schedules.py. In flight are chunks: interleaved has v of each microbatch."""
+    """The table of schedules.py. In flight are pairs of a stage and a microbatch."""
     table = {"gpipe": ((P - 1) / (m + P - 1), m),
              "1f1b": ((P - 1) / (m + P - 1), P),
              "interleaved": ((P - 1) / (v * m + P - 1), v * P + P - 1),
              "zb-h1": ((P - 1) / (3 * m + P - 1), P)}
     for name, (bubble, peak) in table.items():
-        chunks = v if name == "interleaved" else 1
-        timeline = simulate(make_schedule(name, P, m, chunks), placement(name, P, chunks))
+        each = v if name == "interleaved" else 1
+        timeline = simulate(make_schedule(name, P, m, each), placement(name, P, each))
         close(timeline.bubble, bubble, name)
         assert max(timeline.peak_in_flight) == peak, name
 
@@ -190,13 +190,14 @@ def mixed(P, m, v, rank):
 
 
 def ahead(P, m, v, rank):
-    """All forwards of the first chunk, then one forward and one backward of the second in turn.
+    """All forwards of the first stage, then one forward and one backward of the second in turn.
     Two ranks have stages 0 2 and 1 3: rank 1 sends all activations for stage 2 before its first
     gradient, and rank 0 needs that gradient when it has used only one of the activations."""
-    return ["Fa"] * m + ["Fb", "Bb"] * m + ["Ba"] * m
+    return [("F", 0)] * m + [("F", 1), ("B", 1)] * m + [("B", 0)] * m
 
 
-OWN = {"mixed": schedules.Schedule(mixed), "ahead": schedules.Schedule(ahead, chunks=2)}
+OWN = {"mixed": schedules.Schedule(mixed, splits_backward=True),
+       "ahead": schedules.Schedule(ahead, stages_per_rank=2)}
 
 
 def with_own(rank, function, cfg):
