@@ -5,16 +5,16 @@
     python test_all.py --page      this page alone; --page "--dp 2 --zero 3" a layout alone
     python test_all.py --full      this page, then all cases of all tests
     python test_all.py --extras    the tests of extras/, too
-    python test_all.py -k zero     all cases of these tests, without the page; other flags, such as
-                                   -x, go to pytest as well
+    python test_all.py -k zero     all cases of these tests, without the page; also FILE, FILE::TEST
+    python test_all.py -x          other flags go to pytest
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
 as it has ranks. One process trains the same model on whole batches, in a loop of a dozen lines that
 shares only the model with train.py. A line of the output is a layout, and for its loss, its
 gradients before clipping, their norm and its weights the largest difference from the loop's,
 divided by the largest magnitude. float64 has 16 digits, and sums in another order cost the last one
-or two. (Weights lose more: the key biases of a GPT's attention have gradients of 0, and AdamW
-divides what rounding leaves of these by its own size.) Before the first step the weights have the
+or two. (Weights lose more: the key biases of a GPT's attention have gradients of 0 but for
+rounding, and AdamW scales this noise up to a full step.) Before the first step the weights have the
 loop's bits. Last, the page plants a bug, and has to see it.
 
 A fork adds its layouts to the table.
@@ -97,6 +97,8 @@ class Ranks:
         self.processes = None
 
     def __call__(self, world, function, *args):
+        if world > RANKS:  # its ranks would wait for each other forever
+            raise ValueError(f"{world} ranks are more than test_all.RANKS = {RANKS} processes")
         if self.processes is None:
             # They are forked from one process that has imported train.py: in a tenth of a second
             context = torch.multiprocessing.get_context("forkserver")
@@ -210,7 +212,7 @@ def difference(got, want):
 def differences(rank, cfg, bug=False):
     """One rank of a layout. Returns (the largest difference of the losses, gradients, norms and
     weights that this rank holds from those of one process; the names of the tensors it holds).
-    bug: halve the gradients of this rank 1."""
+    bug: rank 1 halves its first gradient."""
     mesh = train.make_mesh(cfg, cfg.device)
     shape = config_of(cfg, VOCAB)
     trainer = train.Trainer(cfg, mesh, shape, train.from_seed(shape, cfg.seed))
@@ -234,11 +236,13 @@ def differences(rank, cfg, bug=False):
     for number, (loss, grads, norm, weights) in enumerate(reference):
         lr = train.learning_rate(cfg, number)
         got_loss, got_norm, _ = trainer.step(data.training(cfg, number, mesh), lr)
-        of_grads = [difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw]
-        of_weights = [difference(weight, tag.slice(weights[tag.name]))
-                      for tag, weight in trainer.reducer.whole()]
-        found = [difference(got_loss, loss), torch.tensor(of_grads).max(),  # max keeps a nan
-                 difference(got_norm, norm), torch.tensor(of_weights).max()]
+        grad_differences = [difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw]
+        weight_differences = [difference(weight, tag.slice(weights[tag.name]))
+                              for tag, weight in trainer.reducer.whole()]
+        found = [difference(got_loss, loss),
+                 torch.tensor(grad_differences).max(),  # max keeps a nan
+                 difference(got_norm, norm),
+                 torch.tensor(weight_differences).max()]
         worst = worst.maximum(torch.tensor(found))
     return worst, [*held]
 
@@ -291,8 +295,9 @@ def main():
     parser.add_argument("--full", action="store_true", help="all cases of all tests")
     parser.add_argument("--extras", action="store_true", help="the tests of extras/, too")
     args, flags = parser.parse_known_args()
-    chosen = "-k" in flags or any(not flag.startswith("-") for flag in flags)
-    if args.page or not chosen:
+    # Files of tests, or tests in these. (The value of a flag, such as 0 in -n 0, is no file)
+    files = [flag for flag in flags if Path(flag.split("::")[0]).is_file()]
+    if args.page or not ("-k" in flags or files):
         wrong = prove(args.page or LAYOUTS)
         ranks.stop()
         if wrong or args.page:
@@ -300,11 +305,12 @@ def main():
         if not args.full:
             flags.append("--quick")
     here = Path(__file__).parent
-    folders = [str(here / "tests")] + [str(here / "extras")] * args.extras
+    folders = [here / "tests", here / "extras"] if args.extras else [here / "tests"]
+    paths = [] if files else [str(folder) for folder in folders]
     import pytest
 
     # Two processes run the tests, each a file at a time; -n 0 runs all in this one, as for --pdb
-    sys.exit(pytest.main(["-q", "-ra", "-n", "2", "--dist", "loadfile", *folders, *flags]))
+    sys.exit(pytest.main(["-q", "-ra", "-n", "2", "--dist", "loadfile", *paths, *flags]))
 
 
 if __name__ == "__main__":

@@ -30,31 +30,31 @@ from context_parallel import split_sequences
 from data.batches import Data
 from experts import MixtureOfExperts, on_meta, shapes_of, spread_experts
 from mesh import Mesh
-from model import Attention, Block, initial_value
+from model import Attention, Block, Embedding, initial_value
 from optimizer import AdamW, LossScale, learning_rate
 from pipeline import Pipeline, tie_ends
 from schedules import SCHEDULES, cut, placement
 from shard import tag_whole
 from sizes import config_of
-from tensor_parallel import Column, Row, VocabularyEmbedding, VocabularyHead, split_matrices
+from tensor_parallel import Column, Row, VocabularyEmbedding, split_matrices
 from zero import REDUCERS
 
-EVAL_BATCHES = 8  # of each validation but the last, which takes all
+EVAL_BATCHES = 8  # batches in a validation during the run; the last validation takes all
 
 
 def make_mesh(cfg, device):
     """The ranks on the axes that the flags name."""
-    return Mesh(device, cfg.timeout, cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp, cp=cfg.cp,
-                tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+    return Mesh(device, cfg.timeout, native=cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp,
+                cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
 
 
 def compile_layers(layers):
-    """torch.compile each layer (--compile). What sends messages, and what makes tensors whose sizes
-    depend on the data, stays Python."""
+    """torch.compile each layer (--compile) but the head. Functions that send messages, or make
+    tensors of data-dependent size, stay Python."""
     for layer in layers:
         for module in layer.modules():
             names = []
-            if isinstance(module, (Column, Row, VocabularyEmbedding, VocabularyHead)):
+            if isinstance(module, (Column, Row, VocabularyEmbedding)):
                 names = ["forward"]
             elif isinstance(module, MixtureOfExperts):
                 names = ["run_experts", "sum_counts"]
@@ -64,7 +64,7 @@ def compile_layers(layers):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
         if isinstance(layer, Block):
             layer.compute = torch.compile(layer.compute)
-        elif not isinstance(layer, VocabularyHead):
+        elif isinstance(layer, Embedding):
             layer.forward = torch.compile(layer.forward)
 
 
@@ -84,11 +84,13 @@ class Trainer:
         self.model_config = config
         self.dtype = getattr(torch, cfg.dtype)
         self.stop_asked = False  # set by a signal to this rank
-        self.grads = []  # gradients of the last step
+        self.grads = []  # gradients of the last step (run/log.py counts the bytes held)
 
-        # GPT, Llama, or one of them with experts. Taken before parameters are split: their shapes.
-        # (Only a fork has parameters that are not trained)
+        # A list of layers: GPT or Llama, with experts or without. On the meta device, where
+        # parameters have shapes but no memory
         model = on_meta(config)
+        # For checkpoints, before anything is split: {name: full shape}, and the names of trained
+        # parameters, which are all except in a fork
         self.shapes = shapes_of(model)
         self.trained_names = [name for name, param in model.canonical_parameters()
                               if param.requires_grad]
@@ -104,14 +106,14 @@ class Trainer:
         # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
         # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
-        # Where a zero-bubble schedule leaves the gradients of matrices that are to come later
+        # Weight gradients that a zero-bubble schedule computes later; None: compute all at once
         deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
 
         # Cut the list of layers into stages, one or two for each pipeline rank. where[s]: the
-        # pipeline rank of stage s; cuts[s]: (begin, stop) of its layers
+        # pipeline rank of stage s; cuts[s]: (start, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp)
         self.cuts = cut(config.layer_costs(), len(self.where))
         # Are first and last stage on two ranks? (Not with --pp 1)
@@ -119,9 +121,9 @@ class Trainer:
             # Both ranks hold the tied matrix: tag it, so that its gradient is summed over the two
             tie_ends(model.layers, mesh.ends("pp"))
         stages = {}  # {stage: its layers} of this rank
-        for s, (begin, stop) in enumerate(self.cuts):
+        for s, (start, stop) in enumerate(self.cuts):
             if self.where[s] == mesh.group("pp").rank:
-                stages[s] = list(model.layers[begin:stop])
+                stages[s] = list(model.layers[start:stop])
 
         for layers in stages.values():
             for layer in layers:
@@ -142,20 +144,21 @@ class Trainer:
         self.pipeline = Pipeline(stages, mesh.group("pp"), cfg, shape, self.dtype, deferred,
                                  scale.value)
 
-    def own(self, batches):
-        """[(ids, targets)], a microbatch each, with this rank's tokens only. Targets were shifted
-        before the sequence was split, so no token is lost at a cut."""
-        return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
+    def own(self, microbatches):
+        """This rank's tokens of [(ids, targets)]. Targets were shifted before the sequence was
+        split, so no token is lost at a cut."""
+        return [(ids[:, self.positions], targets[:, self.positions])
+                for ids, targets in microbatches]
 
-    def step(self, batches, lr):
-        """One step of training. Returns three tensors, the same on every rank: the loss per token;
-        the global norm of the gradients, nan if the loss is not finite; and the number of ranks
-        that were asked to stop."""
-        self.grads = []  # free those of the step before
+    def step(self, microbatches, lr):
+        """One step of training on [(ids, targets)]. Returns three tensors, the same on every rank:
+        the loss per token; the global norm of the gradients, nan if the loss is not finite; and the
+        number of ranks that were asked to stop."""
+        self.grads = []  # free those of the last step (under ZeRO-2, 3; else the Flats keep them)
         # Forward and backward. loss: this rank's part of the loss per token; 0 unless it has the
         # last stage. T tensor ranks compute the same loss: each adds 1/T
-        loss = self.pipeline.run(self.own(batches), self.reducer) / self.cfg.tp
-        self.grads = self.reducer.gradients()  # summed as the tags say
+        loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
+        self.grads = self.reducer.gradients()  # summed over the groups that the tags name
         square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
 
         asked = torch.full_like(loss, self.stop_asked)
@@ -166,16 +169,16 @@ class Trainer:
         self.reducer.publish()  # ZeRO-1, 2: every rank gets the weights that others have stepped
         return loss, norm, asked
 
-    def validate(self, data, batches=None):
+    def validate(self, data, num_batches=None):
         """Returns the mean loss over the windows (block_size tokens each) of val.bin, the same on
-        every rank. batches: validate only the first so many batches of windows; None: all."""
+        every rank. num_batches: how many batches of windows; None: all."""
         world = self.mesh.world
-        # windows: their number; each_batch: an iterator over batches, lists of microbatches
-        windows, each_batch = data.validation(self.cfg, self.mesh, batches)
-        loss = sum(self.pipeline.run(self.own(microbatches)) for microbatches in each_batch)
-        # Each batch's loss was divided by the tokens of a batch: divide by those of all windows
-        # instead, and by T, because all T ranks have the same loss
-        loss = loss * self.cfg.batch_size / windows / self.cfg.tp
+        # batches: an iterator, a list of microbatches for each batch
+        num_windows, batches = data.validation(self.cfg, self.mesh, num_batches)
+        loss = sum(self.pipeline.run(self.own(microbatches)) for microbatches in batches)
+        # The loss of each batch was divided by batch_size windows: divide the sum by num_windows
+        # instead, and by T, because all T tensor ranks have the same loss
+        loss = loss * self.cfg.batch_size / num_windows / self.cfg.tp
         return world.read(all_reduce(loss.view(1), world))[0]
 
 
@@ -205,7 +208,8 @@ def train(cfg, mesh, local_rank):
     from run.log import Log
 
     data = Data(cfg, local_rank)
-    folder = checkpoint.begin(cfg, data, mesh.world)  # of --resume; None: begin anew
+    # The checkpoint that --resume names, or None
+    folder = checkpoint.lock_and_find(cfg, data, mesh.world)
     config = config_of(cfg, data.vocab_size)
     trainer = Trainer(cfg, mesh, config, initial_values(cfg, config, folder))
     on_stop(trainer)  # a signal sets trainer.stop_asked
@@ -220,15 +224,15 @@ def train(cfg, mesh, local_rank):
         with log.watching(step):  # --watch: the messages of the first step
             loss, norm, asked = trainer.step(data.training(cfg, step, mesh), lr)
         log.step(step, lr, loss, norm, asked)
-        # After a signal, or too many steps that were not finite. All ranks have read the same
-        # numbers, so all leave the loop at the same step
+        # Stop after a signal, or after too many steps whose norm is not finite (log.gave_up). All
+        # ranks have read the same numbers, so all leave the loop at the same step
         if log.is_over:
             break
         if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    if not log.gave_up and log.done > first:
+    if not log.gave_up and log.done > first:  # done: steps posted so far
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.is_over:
         log.validation(cfg.steps, trainer.validate(data), last=True)
@@ -240,12 +244,13 @@ def main():
     from run.flags import read_command_line
     from run.launch import joined, place
 
-    _, world, local_rank, _ = place()
-    cfg, _ = read_command_line(__doc__, world)  # as start() did
-    with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
+    process = place()  # the numbers that the launcher gave this process
+    cfg, _ = read_command_line(__doc__, process.world)  # as start() did
+    with joined(cfg, process.world) as device:  # an error inside ends all ranks, with one line
         mesh = make_mesh(cfg, device)
-        log = train(cfg, mesh, local_rank)
-    # A complete run ends with a sample of text (with --eval-interval 0: without)
+        log = train(cfg, mesh, process.local_rank)
+    # A complete run ends with a sample of text (with --eval-interval 0: without).
+    # ended_well: the replicas agree. is_over: stopped early. saved: the last checkpoint's folder
     is_complete = log.ended_well and not log.is_over and log.saved
     if is_complete and cfg.eval_interval and mesh.rank == 0:
         from sample import sample_text

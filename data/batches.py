@@ -194,20 +194,20 @@ class Data:
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh)
 
-    def validation(self, cfg, mesh, batches=None):
+    def validation(self, cfg, mesh, num_batches=None):
         """(number of windows, an iterator over their batches). val.bin has a window every
-        block_size tokens. batches: how many batches of windows to take, from the first on; None:
-        all. The last batch is filled up with windows that do not count.
+        block_size tokens. num_batches: how many batches of windows to take, from the first on;
+        None: all. The last batch is filled up with windows that do not count.
 
         block_size 8, batch_size 4, 65 tokens: 8 windows, at 0 8 16 24 and 32 40 48 56. With 57
         tokens there are 7 windows, and the last start is ABSENT."""
         windows = (len(self.val) - 1) // self.block
-        if batches:
-            windows = min(windows, batches * cfg.batch_size)
-        n_batches = math.ceil(windows / cfg.batch_size)
-        starts = np.full(n_batches * cfg.batch_size, ABSENT)
+        if num_batches:
+            windows = min(windows, num_batches * cfg.batch_size)
+        num_batches = math.ceil(windows / cfg.batch_size)
+        starts = np.full(num_batches * cfg.batch_size, ABSENT)
         starts[:windows] = np.arange(windows) * self.block
-        starts = starts.reshape(n_batches, cfg.batch_size)
+        starts = starts.reshape(num_batches, cfg.batch_size)
         return windows, (self.batch(cfg, self.val, row, mesh) for row in starts)
 
     def batch(self, cfg, tokens, starts, mesh):

@@ -256,7 +256,7 @@ def find(path):
     return found[-1][1]
 
 
-def begin(cfg, data, world):
+def lock_and_find(cfg, data, world):
     """Collective: one run at a time writes to --out, and all ranks have the same flags and data.
     Returns the folder of the checkpoint that --resume names, or None."""
     found = ""

@@ -33,6 +33,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 from run.flags import check_device, fail, given, in_words, program, read_command_line, say
 
@@ -54,14 +55,21 @@ def environment_number(name, default):
     return int(text)
 
 
+class Place(NamedTuple):
+    rank: int
+    world: int  # number of ranks
+    local_rank: int  # on this machine
+    local_ranks: int
+
+
 def place():
-    """(rank, number of ranks, rank on this machine, ranks on this machine) of this process, as its
-    launcher has said in the environment. The only process of a run is rank 0 of 1."""
-    size = environment_number("WORLD_SIZE", 1)
-    if size == 1:
-        return 0, 1, 0, 1
-    return (environment_number("RANK", ""), size, environment_number("LOCAL_RANK", 0),
-            environment_number("LOCAL_WORLD_SIZE", 1))
+    """The Place of this process, as its launcher has said in the environment. The only process of a
+    run is rank 0 of 1."""
+    world = environment_number("WORLD_SIZE", 1)
+    if world == 1:
+        return Place(0, 1, 0, 1)
+    return Place(environment_number("RANK", ""), world, environment_number("LOCAL_RANK", 0),
+                 environment_number("LOCAL_WORLD_SIZE", 1))
 
 
 def ignore_signals():

@@ -256,7 +256,7 @@ def test_one_run_at_a_time_writes_to_a_folder(corpus, tmp_path):
 def begin_with_data_of_my_own(rank, cfg):
     data = SimpleNamespace(fingerprint=lambda: f"{rank}")
     with pytest.raises(CheckpointError, match="^rank 1 has other flags or data than rank 0$"):
-        checkpoint.begin(cfg, data, train.make_mesh(cfg, cfg.device).world)
+        checkpoint.lock_and_find(cfg, data, train.make_mesh(cfg, cfg.device).world)
 
 
 def test_ranks_whose_flags_or_data_differ_are_refused(corpus, tmp_path):

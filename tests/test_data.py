@@ -86,7 +86,7 @@ def test_validation_covers_every_window_once(tmp_path, tokens, windows):
             found.append([joined(batch)[1] for batch in each])
         targets = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
         assert targets.tolist() == rows + [[ABSENT] * 8] * (len(targets) - windows)
-    number, each = Data(cfg).validation(cfg, place(0, 1), batches=1)
+    number, each = Data(cfg).validation(cfg, place(0, 1), num_batches=1)
     assert number == min(4, windows) and len(list(each)) == 1
 
 
