@@ -144,7 +144,7 @@ ranks = Ranks()
 # ---- a layout and the loop ----
 
 
-def config(words, folder, **sizes):
+def flags_of(words, folder, **sizes):
     """The Config of these flags, with the sizes of this page. sizes: of a Llama, without flags."""
     small = f"--n-layer 3 --n-head 12 --n-embd 24 --block-size {LENGTH} --batch-size {BATCH}"
     run = "--dtype float64 --device cpu --steps 3 --warmup-steps 1 --lr 1e-2 --grad-clip 0.2"
@@ -164,9 +164,9 @@ def batch(folder, step, length):
 
 
 @cache
-def one_process(shape, folder):
+def one_process(config, folder):
     """The reference: (initial weights, [(loss, gradients, norm, weights)] of each step)."""
-    model = build(shape, seed=1337, dtype=torch.double, kind=kind_of(shape))
+    model = build(config, seed=1337, dtype=torch.double, kind=kind_of(config))
     params = dict(model.canonical_parameters())
     initial = {name: p.detach().clone() for name, p in params.items()}
     decayed = [p for name, p in params.items() if p.dim() > 1 and name.endswith("weight")]
@@ -175,11 +175,11 @@ def one_process(shape, folder):
                                    {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
     steps = []
     for step, lr in enumerate(RATES):
-        ids, targets = batch(folder, step, shape.block_size)
+        ids, targets = batch(folder, step, config.block_size)
         optimizer.zero_grad()
         loss = model(ids, targets) / targets.numel()
         loss.backward()
-        if shape.n_experts:  # train.py prints the loss without the experts' balance loss
+        if config.n_experts:  # train.py prints the loss without the experts' balance loss
             loss = loss - balance_loss(model.layers) / targets.numel()
         grads = {name: p.grad.clone() for name, p in params.items()}
         norm = torch.nn.utils.clip_grad_norm_(params.values(), 0.2)
@@ -214,9 +214,9 @@ def differences(rank, cfg, bug=False):
     weights that this rank holds from those of one process; the names of the tensors it holds).
     bug: rank 1 halves its first gradient."""
     mesh = train.make_mesh(cfg, cfg.device)
-    shape = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, mesh, shape, train.from_seed(shape, cfg.seed))
-    initial, reference = one_process(shape, cfg.data)
+    config = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed))
+    initial, reference = one_process(config, cfg.data)
     held = {}
     for tag, weight in trainer.reducer.whole():
         held[tag.name] = weight
@@ -249,7 +249,7 @@ def differences(rank, cfg, bug=False):
 
 def run(words, folder, bug=False, **sizes):
     """Train a layout on its ranks. Returns (cfg, the largest differences of all ranks)."""
-    cfg = config(words, folder, **sizes)
+    cfg = flags_of(words, folder, **sizes)
     worst, held = zip(*ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, differences, cfg, bug), strict=True)
     names = one_process(config_of(cfg, VOCAB), folder)[0].keys()
     assert set().union(*held) == names, "no rank holds some tensor"

@@ -425,12 +425,12 @@ def record_ours(rank, cfg, folder):
 def record_command(folder, words):
     """Record our trainer in the layout of these flags, with the sizes and data of test_all.py."""
     from run.flags import fail
-    from test_all import config, ranks, write_corpus
+    from test_all import flags_of, ranks, write_corpus
 
     with tempfile.TemporaryDirectory() as corpus:
         write_corpus(corpus)
         try:
-            cfg = config(words, corpus)
+            cfg = flags_of(words, corpus)
             Path(folder).mkdir(parents=True)
         except (ValueError, OSError) as error:
             fail(error)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from extras import compare
-from tests.harness import HERE, command, config, ranks
+from tests.harness import HERE, command, flags_of, ranks
 from tests.test_planted import BUGS, plant
 
 # Flags of train.py: those of the model, then the layout
@@ -109,7 +109,7 @@ def record_with_bug(rank, cfg, folder, file, text):
 
 
 def record_layout(corpus, folder, words, *bug):
-    cfg = config(words.split(), corpus)
+    cfg = flags_of(words.split(), corpus)
     function = record_with_bug if bug else compare.record_ours
     ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, function, cfg, str(folder), *bug)
 

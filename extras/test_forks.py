@@ -16,7 +16,7 @@ from model import build, initial_value
 from optimizer import LossScale
 from shard import Tag
 from sizes import config_of
-from test_all import RATES, batch, config, ranks, write_corpus
+from test_all import RATES, batch, flags_of, ranks, write_corpus
 from tests.harness import HERE, VOCAB, close, command, make_trainer
 
 LAYOUTS = {  # fork: layouts that have to give the weights of the first one
@@ -44,7 +44,7 @@ def prove(name):
     """Compare a fork's layouts with its first one. Called in the fork's tree."""
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(folder)
-        first, *others = (config(words.split(), folder) for words in LAYOUTS[name])
+        first, *others = (flags_of(words.split(), folder) for words in LAYOUTS[name])
         want = two_workers(first) if name == "diloco" else {}
         got = ranks(first.dp, three_steps, first, want)[0]
         for cfg in others:

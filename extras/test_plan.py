@@ -13,7 +13,7 @@ from model import Block
 from run.flags import Config, check_layout
 from sizes import config_of
 from test_all import VOCAB
-from tests.harness import command, config, make_trainer, ranks
+from tests.harness import command, flags_of, make_trainer, ranks
 
 
 def storages(tensors):
@@ -157,7 +157,7 @@ def held_and_sent(rank, cfg):
     "--dp 2 --ep 2 --tp 2 --sp --experts 4 --recompute",
     "--arch llama --n-kv-head 4 --dp 2 --tp 2 --sp"])
 def test_bytes_held_and_sent_are_the_predicted_ones(corpus, words):
-    cfg = config(words.split(), corpus)
+    cfg = flags_of(words.split(), corpus)
     model = config_of(cfg, VOCAB)
     world = cfg.dp * cfg.pp * cfg.cp * cfg.tp
     for (stage, slice), held, sent in ranks(world, held_and_sent, cfg):

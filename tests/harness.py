@@ -24,7 +24,7 @@ import torch
 import train
 from data.batches import Data
 from sizes import config_of
-from test_all import HANG, TOLERANCE, VOCAB, config, ranks, run, whole_slices  # noqa: F401
+from test_all import HANG, TOLERANCE, VOCAB, flags_of, ranks, run, whole_slices  # noqa: F401
 
 HERE = Path(__file__).resolve().parent.parent  # the repository
 started = []  # processes that this test has started
@@ -35,9 +35,9 @@ started = []  # processes that this test has started
 
 def make_trainer(cfg, mesh=None):
     """(a Trainer of this rank, its Data). Collective."""
-    shape = config_of(cfg, VOCAB)
+    config = config_of(cfg, VOCAB)
     mesh = mesh or train.make_mesh(cfg, cfg.device)
-    return train.Trainer(cfg, mesh, shape, train.from_seed(shape, cfg.seed)), Data(cfg)
+    return train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed)), Data(cfg)
 
 
 def close(got, want, what="", tolerance=TOLERANCE):

@@ -23,9 +23,9 @@ from tests.harness import (
     VOCAB,
     Run,
     close,
-    config,
     edited,
     flags,
+    flags_of,
     losses,
     make_trainer,
     ranks,
@@ -53,10 +53,10 @@ def assert_holds(trainer, folder):
 
 def hop(rank, words, corpus, sizes, step, folder):
     """Load, take one step, save. Returns (loss, the new folder, the optimizer's numbers)."""
-    cfg = config(words.split(), corpus, **sizes)
-    shape = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), shape,
-                            train.initial_values(cfg, shape, folder))
+    cfg = flags_of(words.split(), corpus, **sizes)
+    config = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), config,
+                            train.initial_values(cfg, config, folder))
     numbers = trainer.optimizer.numbers()
     if folder:
         assert checkpoint.load(trainer, folder) == step
@@ -89,7 +89,7 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, wa
     sizes = {**sizes, "out": str(tmp_path)}
     folder = None
     for step, words in enumerate(layouts):
-        cfg = config(words.split(), corpus, **sizes)
+        cfg = flags_of(words.split(), corpus, **sizes)
         found = ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, hop, words, corpus, sizes, step, folder)
         loss, folder, numbers = found[0]
         if cfg.dtype == "float64":
@@ -122,7 +122,7 @@ def test_a_run_that_is_killed_and_resumed_in_another_layout_has_the_losses_of_th
 
 def small_trainer(corpus, out):
     """A Trainer of this process alone."""
-    return make_trainer(config([], corpus, out=str(out), n_layer=1), Mesh())[0]
+    return make_trainer(flags_of([], corpus, out=str(out), n_layer=1), Mesh())[0]
 
 
 def names(out):
@@ -203,7 +203,7 @@ def save_with_an_infinite_number(rank, cfg):
 
 
 def test_no_rank_saves_if_one_ranks_piece_is_not_finite(corpus, tmp_path):
-    cfg = config(["--dp", "2", "--zero", "1"], corpus, out=str(tmp_path))
+    cfg = flags_of(["--dp", "2", "--zero", "1"], corpus, out=str(tmp_path))
     assert ranks(2, save_with_an_infinite_number, cfg) == [[None] * 3] * 2
     assert not [*tmp_path.iterdir()]
 
@@ -228,7 +228,7 @@ def train_and_spoil(rank, cfg, value):
 
 
 def test_a_nan_in_a_weight_is_not_saved_and_the_last_good_checkpoint_is_named(corpus, tmp_path):
-    cfg = config(["--dp", "2", "--steps", "4", "--save-interval", "1"], corpus, out=str(tmp_path))
+    cfg = flags_of(["--dp", "2", "--steps", "4", "--save-interval", "1"], corpus, out=str(tmp_path))
     (well, lines), (other, _) = ranks(2, train_and_spoil, cfg, math.nan)
     assert not well and not other and names(tmp_path) == ["step-00000001", "step-00000002"]
     assert "step      3  saved nothing: weights are not finite" in lines
@@ -237,7 +237,7 @@ def test_a_nan_in_a_weight_is_not_saved_and_the_last_good_checkpoint_is_named(co
 
 @pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 2", "--tp 2"])
 def test_replicas_that_differ_are_noticed_at_the_end(corpus, tmp_path, words):
-    cfg = config(words.split(), corpus, out=str(tmp_path))
+    cfg = flags_of(words.split(), corpus, out=str(tmp_path))
     (well, lines), (other, _) = ranks(2, train_and_spoil, cfg, 5.0)
     assert not well and not other and lines[-1].endswith("replicas DISAGREE")
 
@@ -260,7 +260,7 @@ def begin_with_data_of_my_own(rank, cfg):
 
 
 def test_ranks_whose_flags_or_data_differ_are_refused(corpus, tmp_path):
-    ranks(2, begin_with_data_of_my_own, config(["--dp", "2"], corpus, out=str(tmp_path / "data")))
+    ranks(2, begin_with_data_of_my_own, flags_of(["--dp", "2"], corpus, out=str(tmp_path / "data")))
     argv = [flags(corpus, tmp_path / "flags", dp=2, lr=lr) for lr in (0.1, 0.2)]
     run = Run(2, argv, tmp_path)
     assert run.wait() == [2, 2]

@@ -27,7 +27,7 @@ from run.watch import axis_of, story, watched
 from tests.harness import (
     HERE,
     command,
-    config,
+    flags_of,
     make_trainer,
     one_line,
     ranks,
@@ -223,7 +223,7 @@ def late(log, *args, init=Log.__init__):
 
 
 def test_the_first_ten_steps_every_twentieth_and_the_last_are_printed(corpus, tmp_path, capsys):
-    train_here(config(["--steps", "45", "--eval-interval", "0"], corpus, out=str(tmp_path)))
+    train_here(flags_of(["--steps", "45", "--eval-interval", "0"], corpus, out=str(tmp_path)))
     said = capsys.readouterr().out
     steps = re.findall(r"^step +(\d+)  loss \d\.\d{4}  norm \d+\.\d{3}  lr \d\.\d\de-\d\d  \d+ ms  "
                        r"[\d,]+ tokens/s  comm \d+%  \d+ min \d+ s left$", said, re.MULTILINE)
@@ -247,7 +247,7 @@ def slow_peer(rank, cfg):
 
 @pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 1", "--tp 2"])
 def test_comm_is_the_share_of_a_step_in_which_its_rank_waits(corpus, tmp_path, words):
-    cfg = config([*words.split(), "--eval-interval", "0"], corpus, out=str(tmp_path))
+    cfg = flags_of([*words.split(), "--eval-interval", "0"], corpus, out=str(tmp_path))
     ranks(2, slow_peer, cfg)
     shares = [record["comm"] for record in records(tmp_path)]
     assert len(shares) == 3 and min(shares) >= 0 and 0.5 < max(shares) <= 1
@@ -256,7 +256,8 @@ def test_comm_is_the_share_of_a_step_in_which_its_rank_waits(corpus, tmp_path, w
 def test_a_gpus_steps_are_read_one_step_late_and_are_the_same(corpus, tmp_path):
     found = []
     for out in (tmp_path / "at once", tmp_path / "late"):
-        cfg = config("--steps 7 --eval-interval 3 --save-interval 2".split(), corpus, out=str(out))
+        words = "--steps 7 --eval-interval 3 --save-interval 2"
+        cfg = flags_of(words.split(), corpus, out=str(out))
         with patch.object(Log, "__init__", late) if out.name == "late" else nullcontext():
             assert train_here(cfg).ended_well
         found.append([{name: value for name, value in record.items()
@@ -268,7 +269,7 @@ def test_a_gpus_steps_are_read_one_step_late_and_are_the_same(corpus, tmp_path):
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, is_late, capsys):
     """It validates and saves no more, and names the last good checkpoint."""
-    cfg = config("--steps 50 --save-interval 5".split(), corpus, out=str(tmp_path))
+    cfg = flags_of("--steps 50 --save-interval 5".split(), corpus, out=str(tmp_path))
     with nan_from(3), patch.object(Log, "__init__", late if is_late else Log.__init__):
         log = train_here(cfg)
     said = capsys.readouterr()
@@ -330,7 +331,7 @@ def watch_a_step(rank, cfg):
     "--dp 4 --shard 2 --zero 2", "--tp 2 --sp --pp 2 --schedule zb-h1", "--cp 2 --tp 2",
     "--dp 2 --ep 2 --tp 2 --experts 4"])
 def test_watch_tells_every_message_that_the_groups_count(corpus, words):
-    cfg = config(words.split(), corpus)
+    cfg = flags_of(words.split(), corpus)
     found = ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, watch_a_step, cfg)
     sent = [message for messages, _ in found for message in messages]
     counted = sum((counter for _, counter in found), Counter())
@@ -372,7 +373,7 @@ def train_natively(rank, cfg):
 
 def test_comm_is_left_out_where_torchs_own_collectives_wait(corpus, tmp_path):
     words = "--dp 2 --collectives native --eval-interval 0".split()
-    ranks(2, train_natively, config(words, corpus, out=str(tmp_path)))
+    ranks(2, train_natively, flags_of(words, corpus, out=str(tmp_path)))
     assert len(records(tmp_path)) == 3 and not any("comm" in line for line in records(tmp_path))
 
 
@@ -380,7 +381,7 @@ def test_a_later_run_loses_no_line_of_an_earlier_one(corpus, tmp_path):
     """A run that goes on keeps the last validation; one that begins anew puts the file aside."""
     def metrics_after(*words):
         with patch("run.checkpoint.lock"):  # which is held until this process ends
-            train_here(config([*words, "--eval-interval", "2"], corpus, out=str(tmp_path)))
+            train_here(flags_of([*words, "--eval-interval", "2"], corpus, out=str(tmp_path)))
         return (tmp_path / METRICS).read_text()
 
     first = metrics_after("--steps", "3")

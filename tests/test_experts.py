@@ -14,7 +14,7 @@ from experts import MixtureGPT, MixtureOfExperts
 from model import build
 from sizes import GPTConfig
 from test_all import BATCH, TOLERANCE, differences, one_process
-from tests.harness import VOCAB, close, config, make_trainer, random, ranks
+from tests.harness import VOCAB, close, flags_of, make_trainer, random, ranks
 
 SHAPE = GPTConfig(VOCAB, 8, 1, 2, 12, n_experts=5, top_k=3)
 
@@ -128,7 +128,7 @@ def _lopsided(rank, cfg):
     "--top-k 1 --dp 2 --ep 2 --pp 2 --schedule zb-h1 --microbatches 2 --zero 2",
     "--dp 4 --ep 4 --recompute", "--dp 2 --ep 2 --tp 2 --sp"])
 def test_an_expert_without_tokens_and_one_with_all(corpus, words):
-    cfg = config(["--experts", "4", *words.split()], corpus)
+    cfg = flags_of(["--experts", "4", *words.split()], corpus)
     worst, seen = zip(*ranks(cfg.dp * cfg.tp * cfg.pp, _lopsided, cfg), strict=True)
     assert (torch.stack(worst) < TOLERANCE).all(), worst
     assert {0, BATCH * cfg.block_size // cfg.microbatches} <= set().union(*seen)
@@ -160,7 +160,7 @@ def _bytes(rank, cfg):
 @pytest.mark.parametrize("words", ["--dp 4 --ep 4", "--dp 2 --ep 2 --tp 2 --sp",
                                    "--dp 2 --ep 2 --recompute"])
 def test_no_token_is_dropped_and_bytes_sent_are_those_of_the_counts(corpus, words):
-    cfg = config(["--experts", "8", "--microbatches", "3", *words.split()], corpus)
+    cfg = flags_of(["--experts", "8", "--microbatches", "3", *words.split()], corpus)
     N = cfg.ep * cfg.tp  # ranks that share the experts
     got = ranks(cfg.dp * cfg.tp, _bytes, cfg)
     for sent, moved, _, calls, held in got:

@@ -24,7 +24,7 @@ import train
 from context_parallel import CUDNN, EFFICIENT, FLASH, choose_kernel, kernel, kernel_backward
 from mesh import Mesh
 from sizes import config_of
-from tests.harness import TOLERANCE, VOCAB, config, make_trainer, run
+from tests.harness import TOLERANCE, VOCAB, flags_of, make_trainer, run
 from tests.test_collectives import every_collective
 from transport.background import Background
 from transport.nccl import Nccl
@@ -178,7 +178,7 @@ def test_collectives_complete_on_queues_without_tags(world):
 
 def trains(words, corpus):
     """Three steps of a layout equal those of one process, to 1e-10 in float64 (test_all.py)."""
-    cfg = config(words.split(), corpus)
+    cfg = flags_of(words.split(), corpus)
     test_all.one_process(config_of(cfg, VOCAB), corpus)  # once, not in each thread
     with patch.object(test_all, "ranks", threads):
         _, worst = run(words.split(), corpus)
@@ -287,7 +287,7 @@ def _step(rank, cfg):
     "--dp 2 --zero 1 --dtype float16", "--dp 2 --zero 3 --recompute", "--tp 2 --sp",
     "--pp 2 --schedule zb-h1 --microbatches 2", "--cp 2"])
 def test_a_step_makes_the_host_wait_nowhere(corpus, layout):
-    threads(2, _step, config(layout.split(), corpus))
+    threads(2, _step, flags_of(layout.split(), corpus))
 
 
 # ---- a read ----

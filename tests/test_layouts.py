@@ -19,7 +19,7 @@ from tests.harness import (
     VOCAB,
     close,
     command,
-    config,
+    flags_of,
     make_trainer,
     ranks,
     run,
@@ -88,11 +88,11 @@ def _validation(rank, cfg):
     "--tp 2 --sp --dp 2 --ep 2 --experts 4"])
 def test_validation_takes_each_window_once(corpus, words):
     """624 windows of 8 in 5000 tokens, 36 in a batch: the first batch, nine of them, all."""
-    cfg = config(words.split(), corpus)
+    cfg = flags_of(words.split(), corpus)
     val = torch.from_numpy(np.fromfile(f"{corpus}/val.bin", "<u2").astype(np.int64))
     windows, targets = val[: 624 * 8].view(624, 8), val[1 : 624 * 8 + 1].view(624, 8)
-    shape = config_of(cfg, VOCAB)
-    model = build(shape, cfg.seed, torch.double, kind_of(shape))
+    config = config_of(cfg, VOCAB)
+    model = build(config, cfg.seed, torch.double, kind_of(config))
     with torch.no_grad():
         each = F.cross_entropy(model(windows).movedim(-1, 1), targets, reduction="none").mean(1)
     want = torch.stack([each[:36].mean(), each[: 9 * 36].mean(), each.mean()])
@@ -130,7 +130,7 @@ def test_fewer_bits_train_as_far_as_rounding_allows(corpus, words, dtype, tolera
     gradient passes some thirty roundings here: 2^5 or 2^6 times that is allowed, of all gradients
     together. (Single ones, such as those of key biases, are nothing but rounding.) The loss, a mean
     over 288 tokens, is four times as exact."""
-    cfg = config([*words.split(), "--dtype", dtype, "--grad-clip", "0"], corpus)
+    cfg = flags_of([*words.split(), "--dtype", dtype, "--grad-clip", "0"], corpus)
     want_loss, _, want_norm, _ = one_process(config_of(cfg, VOCAB), corpus)[1][0]
     for equal, off, loss, norm in ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, _narrow, cfg):
         assert equal and off <= tolerance
@@ -164,7 +164,7 @@ def _bytes(rank, cfg):
     "--cp 2 --tp 2 --sp --microbatches 3", "--dp 3 --cp 2 --block-size 12 --recompute",
     "--tp 2 --sp --pp 2 --microbatches 3 --recompute"])
 def test_bytes_of_a_step_are_those_of_the_formulas(corpus, words):
-    cfg = config(words.split(), corpus)
+    cfg = flags_of(words.split(), corpus)
     D, C, T, m = cfg.dp, cfg.cp, cfg.tp, cfg.microbatches
     tokens = BATCH * cfg.block_size // D // C  # of a step, on a rank
     activation = tokens * cfg.n_embd

@@ -9,7 +9,7 @@ import torch
 from collectives import Group
 from optimizer import AdamW, LossScale, learning_rate, segments_of, sums_of_squares
 from shard import Tag
-from tests.harness import close, config, make_trainer, ranks
+from tests.harness import close, flags_of, make_trainer, ranks
 
 SHAPES = {"h.0.c_fc.weight": (6, 5), "h.0.c_fc.bias": (6,), "h.0.ln_1.weight": (5,),
           "h.0.experts.c_fc.bias": (3, 4), "wte.weight": (7, 5)}
@@ -122,7 +122,7 @@ def test_a_step_of_16_bits_is_float64s_but_for_rounding(corpus, dtype, grad_clip
     """No trace of float16's loss scale of 65536. 2^-6: bfloat16 has 8 bits. The first step is lr,
     9% of the weights, times a sign; rounding chooses some of the signs."""
     words = f"--grad-clip {grad_clip} --microbatches 2 --dtype"
-    (got,), (want,) = (ranks(1, first_step, config([*words.split(), each], corpus))
+    (got,), (want,) = (ranks(1, first_step, flags_of([*words.split(), each], corpus))
                        for each in (dtype, "float64"))
     assert want[1] > 0.2, "clipping must act"
     close(want[2], 0.1 * (grad_clip or want[1]), "(1 - beta1) times the clipped gradient", 1e-5)
@@ -182,7 +182,7 @@ def steps_with_overflows(rank, cfg, scale, overflows):
 def test_an_overflow_on_one_rank_skips_the_step_on_all(corpus, words, dtype):
     """It halves float16's loss scale and does not count in the bias correction: the next step is as
     if it had not been, to the bit."""
-    cfg = config(["--dtype", dtype, *words.split()], corpus)
+    cfg = flags_of(["--dtype", dtype, *words.split()], corpus)
     world = cfg.dp * cfg.tp * cfg.pp
     halvings = 2 if dtype == "float16" else 0
     found = ranks(world, steps_with_overflows, cfg, 2**14, (True, True, False))

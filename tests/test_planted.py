@@ -12,7 +12,7 @@ import torch
 
 from sizes import config_of
 from test_all import VOCAB, differences, one_process
-from tests.harness import HERE, TOLERANCE, config, ranks
+from tests.harness import HERE, TOLERANCE, flags_of, ranks
 
 BUGS = [
     # The loss is divided once, gradients are summed
@@ -178,7 +178,7 @@ def differences_with_bug(rank, cfg, file, text):
 
 
 def differs(corpus, file, text, layout):
-    cfg = config(layout.split(), corpus)
+    cfg = flags_of(layout.split(), corpus)
     try:
         found = ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, differences_with_bug, cfg, file, text)
     except AssertionError as error:

@@ -11,7 +11,7 @@ import torch
 import schedules
 from schedules import cut, make_schedule, placement, simulate, validate
 from test_all import differences
-from tests.harness import TOLERANCE, close, config, make_trainer, ranks
+from tests.harness import TOLERANCE, close, flags_of, make_trainer, ranks
 
 # ---- lists: no process is started ----
 
@@ -124,7 +124,7 @@ def live_microbatches(rank, cfg):
 @pytest.mark.parametrize("schedule", schedules.SCHEDULES)
 def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpus, schedule):
     words = f"--pp 3 --schedule {schedule} --microbatches 9 --n-layer 6"
-    for most, simulated in ranks(3, live_microbatches, config(words.split(), corpus)):
+    for most, simulated in ranks(3, live_microbatches, flags_of(words.split(), corpus)):
         assert most == simulated
 
 
@@ -139,8 +139,8 @@ def loss_through_gloo(rank, cfg):
 def test_no_schedule_waits_forever_where_a_send_waits_for_its_receive(corpus, schedule):
     """gloo completes a send when the peer has posted the receive."""
     words = f"--pp 3 --schedule {schedule} --microbatches 3 --n-layer 6"
-    whole, = ranks(1, loss_through_gloo, config(["--n-layer", "6"], corpus))
-    for loss in ranks(3, loss_through_gloo, config(words.split(), corpus)):
+    whole, = ranks(1, loss_through_gloo, flags_of(["--n-layer", "6"], corpus))
+    for loss in ranks(3, loss_through_gloo, flags_of(words.split(), corpus)):
         close(loss, whole)
 
 
@@ -168,7 +168,7 @@ def halves(rank, cfg):
 
 
 def test_i_sends_the_inputs_gradient_and_leaves_the_gradients_of_matrices_to_w(corpus):
-    cfg = config("--pp 3 --schedule zb-h1 --microbatches 4".split(), corpus)
+    cfg = flags_of("--pp 3 --schedule zb-h1 --microbatches 4".split(), corpus)
     for events, actions in zip(ranks(3, halves, cfg), make_schedule("zb-h1", 3, 4), strict=True):
         assert events == [(a.kind, a.microbatch, a.kind == "W") for a in actions if a.kind != "F"]
 
@@ -207,7 +207,7 @@ def with_own(rank, function, cfg):
 
 def config_of_own(corpus, words, schedule):
     with patch.dict(schedules.SCHEDULES, OWN):
-        return config(words.split(), corpus, schedule=schedule)
+        return flags_of(words.split(), corpus, schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule,words", [

@@ -13,7 +13,7 @@ from context_parallel import KINDS, merge, zigzag
 from mesh import Mesh
 from model import causal_attention
 from sizes import config_of
-from tests.harness import VOCAB, close, config, random, ranks
+from tests.harness import VOCAB, close, flags_of, random, ranks
 
 # ---- attention over tokens of several ranks ----
 
@@ -139,9 +139,9 @@ def test_the_ring_rounds_no_more_than_one_kernel():
 
 def _saved(rank, cfg):
     """How many elements a block saves for backward, weights apart."""
-    shape = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), shape,
-                            train.from_seed(shape, cfg.seed))
+    config = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), config,
+                            train.from_seed(config, cfg.seed))
     block = trainer.pipeline.stages[0][1]
     weights = {param.untyped_storage().data_ptr() for param in block.parameters()}
     saved = {}
@@ -169,7 +169,7 @@ def test_a_block_holds_what_the_files_say(words):
     Context parallelism: all of this by C; all-to-all has the output of attention twice. Tensor
     parallelism: q, k, v, the output and the MLP's by T; under --sp the norms' inputs and numbers,
     too. A column's input is whole: backward has no need to gather it again."""
-    cfg = config(["--batch-size", "2", "--block-size", "16", *words.split()], "")
+    cfg = flags_of(["--batch-size", "2", "--block-size", "16", *words.split()], "")
     N, T, heads = cfg.cp, cfg.tp, cfg.n_head
     activation = 2 * cfg.block_size * cfg.n_embd // N
     tokens = 2 * cfg.block_size // N

@@ -20,7 +20,7 @@ from run.checkpoint import MANIFEST, MODEL
 from run.flags import check_layout, parse
 from run.weights import INDEX, export, load_model, read_entries, sizes_of, values
 from sizes import GPTConfig, LlamaConfig, config_of
-from tests.harness import VOCAB, config, edited, flags, one_line, ranks, refused
+from tests.harness import VOCAB, edited, flags, flags_of, one_line, ranks, refused
 
 LLAMA = "--arch llama --n-kv-head 2"
 KINDS = {  # kind of model: its flags, and its sizes without a flag
@@ -35,13 +35,13 @@ KINDS = {  # kind of model: its flags, and its sizes without a flag
 
 def small(words, corpus, out, **sizes):
     usual = f"--n-layer 2 --n-head 4 --n-embd 16 --batch-size 4 --dtype float32 --out {out}"
-    return config([*usual.split(), *words.split()], corpus, n_hidden=21, **sizes)
+    return flags_of([*usual.split(), *words.split()], corpus, n_hidden=21, **sizes)
 
 
 def saved(cfg):
     """A checkpoint of random weights. (Biases of 0 and norms of 1 would hide errors.)"""
-    shape = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.from_seed(shape, 0))
+    config = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, Mesh(dp=1), config, train.from_seed(config, 0))
     generator = torch.Generator().manual_seed(0)
     for flat in trainer.reducer.weights:
         flat.copy_(torch.randn(flat.shape, generator=generator))
@@ -104,8 +104,8 @@ def test_a_run_from_an_exported_folder_begins_with_the_same_bits(kind, corpus, f
         cfg = parse(argv)
         check_layout(cfg, 1)
         cfg.init_from = str(path)
-        shape = config_of(cfg, VOCAB)
-        trainer = train.Trainer(cfg, Mesh(dp=1), shape, train.initial_values(cfg, shape, None))
+        config = config_of(cfg, VOCAB)
+        trainer = train.Trainer(cfg, Mesh(dp=1), config, train.initial_values(cfg, config, None))
         again = checkpoint.save(trainer, 0)
         assert (again / MODEL).read_bytes() == (before / MODEL).read_bytes()
 
@@ -113,9 +113,9 @@ def test_a_run_from_an_exported_folder_begins_with_the_same_bits(kind, corpus, f
 def has_its_slices(rank, cfg, folder):
     """Has this rank of a run that begins from cfg.init_from its slices of a checkpoint's model?"""
     params = dict(load_model(folder).canonical_parameters())
-    shape = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), shape,
-                            train.initial_values(cfg, shape, None))
+    config = config_of(cfg, VOCAB)
+    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), config,
+                            train.initial_values(cfg, config, None))
     return all(torch.equal(weight, tag.slice(params[tag.name]))
                for tag, weight in trainer.reducer.whole())
 
@@ -317,9 +317,9 @@ def test_a_damaged_folder_is_one_line_with_file_and_tensor(how, folders, tmp_pat
     with pytest.raises(ValueError) as error:
         cfg = parse(["--init-from", str(folder)])
         check_layout(cfg, 1)
-        shape = config_of(cfg, VOCAB)
-        shapes = shapes_of(on_meta(shape))
-        value = values(folder, shapes, shape)
+        config = config_of(cfg, VOCAB)
+        shapes = shapes_of(on_meta(config))
+        value = values(folder, shapes, config)
         [value(name) for name in shapes]
     said = str(error.value)
     assert said.startswith(str(folder)) and says in said and "\n" not in said, said
@@ -407,13 +407,13 @@ def test_what_cannot_be_exported_is_one_line_and_writes_nothing(corpus, folders,
 # ---- sampling ----
 
 
-@pytest.mark.parametrize("shape", [
+@pytest.mark.parametrize("config", [
     GPTConfig(VOCAB, 8, 2, 2, 12), GPTConfig(VOCAB, 8, 2, 2, 12, n_experts=4),
     LlamaConfig(VOCAB, 8, 2, 6, 24, n_kv_head=2, n_hidden=38, tied=False),
     LlamaConfig(VOCAB, 8, 2, 6, 24, n_kv_head=2, n_hidden=38, head_dim=6, qk_norm=True)])
-def test_sampling_with_kept_keys_is_sampling_without_them(shape):
+def test_sampling_with_kept_keys_is_sampling_without_them(config):
     """... and the seed decides all draws."""
-    model = build(shape, dtype=torch.double, kind=kind_of(shape))
+    model = build(config, dtype=torch.double, kind=kind_of(config))
     for param in model.parameters():
         param.data.mul_(5)  # so that positions matter
 

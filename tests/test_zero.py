@@ -14,7 +14,7 @@ import zero
 from mesh import Mesh
 from shard import Tag
 from test_all import whole_slices
-from tests.harness import config, make_trainer, ranks
+from tests.harness import flags_of, make_trainer, ranks
 
 STAGES = (0, 1, 2, 3)
 
@@ -51,7 +51,7 @@ def elements(stage, m, numels):
 @pytest.mark.parametrize("D,m", [(2, 1), (3, 3)])
 def test_a_step_sends_the_formula(corpus, stage, D, m):
     words = f"--zero {stage} --dp {D} --microbatches {m} --n-embd 25 --n-head 5"
-    found = ranks(D, elements_sent, config(words.split(), corpus))
+    found = ranks(D, elements_sent, flags_of(words.split(), corpus))
     assert sum(sent for sent, _, _ in found) == (D - 1) * elements(stage, m, found[0][2])
 
 
@@ -60,7 +60,7 @@ def test_hybrid_sharding_sends_only_the_sums_of_chunks_between_copies(corpus, st
     """Two copies of two shards: once a step a rank all-reduces its chunk with its copy, Psi/2
     elements under ZeRO, Psi without."""
     words = f"--zero {stage} --dp 4 --shard 2 --microbatches 3"
-    found = ranks(4, elements_sent, config(words.split(), corpus))
+    found = ranks(4, elements_sent, flags_of(words.split(), corpus))
     numels = found[0][2]
     assert sum(sent for sent, _, _ in found) == 2 * elements(stage, 3, numels)
     assert sum(sent for _, sent, _ in found) == 4 * sum(numels.values()) / (2 if stage else 1)
@@ -145,7 +145,7 @@ def test_bytes_held_are_the_formula_and_the_peak_is_what_the_stage_allows(corpus
              f"--batch-size 8 --dtype {dtype}").split() + more
     peaks = []
     for stage in STAGES:
-        found = ranks(D, memory_of_a_step, config([*words, "--zero", str(stage)], corpus))
+        found = ranks(D, memory_of_a_step, flags_of([*words, "--zero", str(stage)], corpus))
         numel, padding = found[0]["numel"], found[0]["padding"]
         for rank in found:
             assert rank["weights"] == width * sum(numel) // (D if stage == 3 else 1)
@@ -218,7 +218,7 @@ def overlap(rank, cfg):
 @pytest.mark.parametrize("stage", STAGES)
 def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, stage):
     L, m = 3, 2
-    cfg = config(f"--dp 2 --zero {stage} --n-layer {L} --microbatches {m}".split(), corpus)
+    cfg = flags_of(f"--dp 2 --zero {stage} --n-layer {L} --microbatches {m}".split(), corpus)
     for inside, in_main_thread, ahead in ranks(2, overlap, cfg):
         # Each Flat, in one backward of the step or in each: the head, blocks, wpe and wte
         assert len(inside) == (L + 3) * (m if stage >= 2 else 1) and all(each for each, _ in inside)
@@ -265,7 +265,7 @@ def numbers_of_steps(rank, cfg, late):
 @pytest.mark.parametrize("stage", STAGES)
 def test_whoever_needs_a_message_waits_for_it(corpus, stage):
     """The numbers are the same if each message begins when it is waited for."""
-    cfg = config(f"--dp 2 --zero {stage} --microbatches 2".split(), corpus)
+    cfg = flags_of(f"--dp 2 --zero {stage} --microbatches 2".split(), corpus)
     assert ranks(2, numbers_of_steps, cfg, True) == ranks(2, numbers_of_steps, cfg, False)
 
 
