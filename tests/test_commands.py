@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 import sample
+import test_all
 import train
 from data import prepare
 from mesh import Mesh
@@ -404,3 +405,28 @@ def test_a_config_json_that_cannot_be_read_is_one_line(tmp_path, capsys, monkeyp
 def test_a_peak_is_found_without_the_line_of_linux():
     with patch("builtins.open", lambda path: io.StringIO("Name: python\n")):
         assert peak_of_process() > 1 << 20
+
+
+# ---- test_all.py ----
+
+
+@pytest.mark.parametrize("words,page,given", [
+    ("-n 0", True, ["tests", "-n", "0", "--quick"]),
+    ("--full --maxfail 1", True, ["tests", "--maxfail", "1"]),
+    ("-k zero", False, ["tests", "-k", "zero"]),
+    ("tests/test_zero.py::test_x", False, ["tests/test_zero.py::test_x"])])
+def test_only_k_and_files_choose_tests_and_leave_out_the_page(words, page, given, monkeypatch):
+    called = []
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr("sys.argv", ["test_all.py", *words.split()])
+    monkeypatch.setattr(test_all, "prove", lambda layouts: called.append("page"))
+    monkeypatch.setattr(pytest, "main", lambda words: called.append(words))
+    with pytest.raises(SystemExit):
+        test_all.main()
+    paths = [str(HERE / word) if word == "tests" else word for word in given]
+    assert called[:-1] == ["page"] * page and called[-1][-len(paths):] == paths
+
+
+def test_more_ranks_than_processes_are_refused_at_once():
+    with pytest.raises(ValueError, match="9 ranks are more than"):
+        ranks(9, print)

@@ -25,7 +25,7 @@ from tests.harness import HERE, VOCAB, refused
 FIX = "; python data/prepare.py SOURCE --out {} writes this folder"
 
 
-def config(data, block_size=8, batch_size=36, microbatches=1, seed=1337, tp=1):
+def flags_of(data, block_size=8, batch_size=36, microbatches=1, seed=1337, tp=1):
     """The flags that data/ reads."""
     return SimpleNamespace(**{**locals(), "data": str(data)})
 
@@ -54,7 +54,7 @@ def joined(microbatches):
 
 def test_the_batch_of_a_step_is_the_same_in_every_layout(corpus):
     """... and is the one of (seed, step) by definition."""
-    cfg = config(corpus, seed=3)
+    cfg = flags_of(corpus, seed=3)
     tokens = np.fromfile(f"{corpus}/train.bin", "<u2").astype(int)
     length = cfg.block_size
     starts = np.random.default_rng([3, 7]).integers(0, len(tokens) - length, cfg.batch_size)
@@ -74,7 +74,7 @@ def test_the_batch_of_a_step_is_the_same_in_every_layout(corpus):
 @pytest.mark.parametrize("tokens,windows", [(64, 7), (65, 8), (9, 1)])
 def test_validation_covers_every_window_once(tmp_path, tokens, windows):
     """A window of 8 needs 9 tokens; the last batch is filled up with windows that do not count."""
-    cfg = config(random_corpus(tmp_path, train=9, val=tokens), batch_size=4)
+    cfg = flags_of(random_corpus(tmp_path, train=9, val=tokens), batch_size=4)
     values = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
     rows = [values[i : i + 8] for i in range(1, tokens - 7, 8)]
     assert len(rows) == windows
@@ -96,7 +96,7 @@ def test_tokens_have_16_bits_where_these_are_enough(vocab_size, dtype, tmp_path)
         np.array([7, vocab_size - 1] * 5).astype(dtype).tofile(tmp_path / f"{split}.bin")
     meta = {"vocab_size": vocab_size, "tokenizer": "of another program"}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert Data(config(tmp_path)).train.tolist() == [7, vocab_size - 1] * 5
+    assert Data(flags_of(tmp_path)).train.tolist() == [7, vocab_size - 1] * 5
 
 
 def test_a_folder_of_nanogpt_is_read_as_it_is(tmp_path):
@@ -104,7 +104,7 @@ def test_a_folder_of_nanogpt_is_read_as_it_is(tmp_path):
     for split in ("train", "val"):
         np.arange(50247, 50257).astype("<u2").tofile(tmp_path / f"{split}.bin")
     os.mkfifo(tmp_path / "meta.pkl")
-    data = Data(config(tmp_path))
+    data = Data(flags_of(tmp_path))
     assert data.vocab_size == 50257 and data.val.tolist() == [*range(50247, 50257)]
 
 
@@ -116,7 +116,7 @@ def test_data_that_differ_have_other_fingerprints(tmp_path):
             (tmp_path / change).write_text(json.dumps({"vocab_size": VOCAB + 1}))
         elif change:  # change the last token
             (tmp_path / change).write_bytes((tmp_path / change).read_bytes()[:-2] + b"\7\0")
-        return Data(config(tmp_path)).fingerprint()
+        return Data(flags_of(tmp_path)).fingerprint()
 
     others = [fingerprint(), fingerprint(train=40_001), fingerprint(val=301),
               *(fingerprint(name) for name in ("meta.json", "train.bin", "val.bin"))]
@@ -127,8 +127,8 @@ def test_the_first_process_of_a_machine_prepares_a_corpus_and_the_others_wait(
         corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
     monkeypatch.setattr(batches, "prepare", lambda sources, out: shutil.copytree(corpus, out))
-    monkeypatch.setattr(batches.time, "sleep", lambda seconds: Data(config("stdlib")))
-    assert Data(config("stdlib"), local_rank=1).vocab_size == VOCAB
+    monkeypatch.setattr(batches.time, "sleep", lambda seconds: Data(flags_of("stdlib")))
+    assert Data(flags_of("stdlib"), local_rank=1).vocab_size == VOCAB
     assert capsys.readouterr().out == "preparing stdlib as a corpus, once\n"
 
 
@@ -180,7 +180,7 @@ def test_what_is_no_data_is_one_line_with_file_value_and_fix(
     elif content:
         content(path)
     with pytest.raises(DataError) as error:
-        Data(config(path.parent))
+        Data(flags_of(path.parent))
     said = str(error.value)
     assert said.startswith(f"{path.parent}/") and says in said and "\n" not in said, said
     assert said.endswith(FIX.format(path.parent)), said
@@ -188,18 +188,18 @@ def test_what_is_no_data_is_one_line_with_file_value_and_fix(
 
 def test_a_fix_names_the_flag_or_the_corpus(tmp_path, corpus, monkeypatch):
     with pytest.raises(DataError, match="^--block-size 9 is longer than .*/train.bin allows, "):
-        Data(config(random_corpus(tmp_path, train=9, val=10), block_size=9))
+        Data(flags_of(random_corpus(tmp_path, train=9, val=10), block_size=9))
     with pytest.raises(DataError, match="^--tp 68 must be at most the vocabulary of 67"):
-        Data(config(corpus, tp=68))
+        Data(flags_of(corpus, tp=68))
     none = tmp_path / "none"
     with pytest.raises(DataError) as error:
-        Data(config(none))
+        Data(flags_of(none))
     assert str(error.value) == f"{none}: no prepared data there" + FIX.format(none)
     monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
     (tmp_path / "stdlib").mkdir()
     (tmp_path / "stdlib/meta.json").write_text("{")
     with pytest.raises(DataError, match="; python data/prepare.py stdlib --out .*/stdlib writes"):
-        Data(config("stdlib"))
+        Data(flags_of("stdlib"))
 
 
 @pytest.mark.parametrize("meta,says", [
@@ -217,7 +217,7 @@ def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, tmp_path, monkeypa
 
 
 def test_a_file_that_is_cut_off_during_the_run_is_named(tmp_path):
-    cfg = config(random_corpus(tmp_path))
+    cfg = flags_of(random_corpus(tmp_path))
     data = Data(cfg)
     os.truncate(tmp_path / "train.bin", 90)
     with pytest.raises(DataError, match="train.bin was cut off during the run"):
@@ -248,7 +248,7 @@ def test_text_becomes_tokens_and_text_again_and_twice_the_same_bytes(
     assert metas[0] == metas[1] == json.loads(files[0]["meta.json"]) and files[0] == files[1]
     assert ("vocab.tiktoken" in files[0]) == (tokenizer == "bpe") and len(files[0]) <= 4
 
-    data = Data(config(tmp_path / "a"))
+    data = Data(flags_of(tmp_path / "a"))
     assert data.vocab_size == {"bpe": 300, "bytes": 256, "gpt2": 50257}[tokenizer]
     parts = train_and_val(read_source(texts))
     for tokens, part in zip((data.train, data.val), parts, strict=True):
@@ -341,4 +341,4 @@ def test_prepare_does_its_work_where_nobody_can_read_what_it_says(stdout, tmp_pa
     line = f"{sys.executable} data/prepare.py {texts} --out {tmp_path}/out {stdout}"
     run = subprocess.run(line, shell=True, cwd=HERE, capture_output=True)
     assert (run.returncode, run.stderr) == (0, b"")
-    assert len(Data(config(tmp_path / "out")).val) > 0
+    assert len(Data(flags_of(tmp_path / "out")).val) > 0
