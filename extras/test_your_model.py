@@ -7,6 +7,7 @@ the parameter and what to do."""
 
 import copy
 import random
+import re
 import weakref
 
 import numpy as np
@@ -25,6 +26,10 @@ from tests.harness import ranks
 STAGES = (your_model.DDP, your_model.ZeRO1, your_model.ZeRO2, your_model.ZeRO3)
 RANKS, MICROBATCHES, STEPS = 2, 2, 3
 WIDE, WORDS = 6, 7
+FREED = "ZeRO-3: the weights of"  # how the lines begin
+ELSEWHERE = ": the gradient of"
+REPLACED = {stage: f"{name}: the memory of" for stage, name in enumerate(
+    ["DDP", "ZeRO-1", "ZeRO-2"])} | {3: FREED}
 
 
 class Kind(nn.Module):
@@ -39,6 +44,12 @@ class Kind(nn.Module):
 
     def wrapped(self):
         """Called when the reducer was made; in one process at the same place."""
+
+    def before_gradients(self, step):
+        """Called after the backwards of a step. True: leave the rest of the step out."""
+
+    def before_step(self, step):
+        """Called when the optimizer's weights have their gradients. True: leave its step out."""
 
     def after(self, step):
         """Called after each step of the optimizer."""
@@ -516,7 +527,7 @@ class PostAccumulate(Stack):
         super().__init__()
         self.seen = []
         for param in self.parameters():
-            param.register_post_accumulate_grad_hook(lambda param: self.seen.append(param.grad.sum()))
+            param.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.sum()))
 
 
 class GradientPenalty(Stack):
@@ -531,6 +542,8 @@ class GradientPenalty(Stack):
 
 class LogsGradients(Stack):
     """torch.autograd.grad() by the parameters, beside a backward."""
+
+    lines = {3: FREED}
 
     def loss(self, ids, x, step, replica):
         y = self(ids, x, step, replica)
@@ -547,11 +560,245 @@ class Evaluates(Stack):
         self.eval(), self.train()
 
 
+class TwoForwards(Stack):
+    """Two forwards, then one backward; a backward within the loss, and the graph is kept."""
+
+    def loss(self, ids, x, step, replica):
+        y = self(ids, x, step, replica) + self(ids, x + 1, step, replica)
+        y.backward(retain_graph=True)
+        return y
+
+
+class Method(Kind):
+    """A method that is not forward, which calls modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.layers = nn.Linear(WIDE, 4), nn.ModuleList([nn.Linear(4, 2)])
+
+    def loss(self, ids, x, step, replica):
+        return self.layers[0](self.encoder(x).tanh()).square().mean()
+
+
+class TwoNetworks(Kind):
+    """A GAN in one module: the discriminator drops what the generator's loss has left in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.G, self.D = nn.Sequential(nn.Linear(WIDE, WIDE)), nn.Linear(WIDE, 1)
+
+    def loss(self, ids, x, step, replica):
+        return self.D(self.G(x).tanh()).square().mean() + self.D(x).sum()
+
+    def before_gradients(self, step):
+        if step != 1:
+            self.D.zero_grad()
+
+
+# ---- uses ----
+
+
+class Penalty(Stack):
+    """A penalty on all weights, in the loss."""
+
+    lines = {3: FREED + " layers.0.weight are freed"}
+
+    def loss(self, *part):
+        return self(*part) + 0.1 * sum(param.square().sum() for param in self.parameters())
+
+
+class Gain(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDE, WIDE)
+        self.gain, self.gate = nn.Parameter(torch.ones(2)), nn.Parameter(torch.tensor(0.5))
+
+
+class ReadBeside(Kind):
+    """A model that reads weights of a layer beside the call of the layer."""
+
+    lines = {3: FREED + " layers.0.gain are freed"}
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Gain(), Gain()])
+
+    def forward(self, ids, x, step, replica):
+        for layer in self.layers:
+            x = (layer(x).unflatten(-1, (3, 2)) * layer.gain).flatten(-2).tanh()
+        return x.square().mean()
+
+
+class ReadScalar(ReadBeside):
+    lines = {3: FREED + " layers.0.gate are freed"}
+
+    def forward(self, ids, x, step, replica):
+        for layer in self.layers:
+            x = x + layer.gate * layer(x)
+        return x.square().mean()
+
+
+class MethodReads(Stack):
+    """A method that is not forward, which reads weights."""
+
+    lines = {3: FREED + " head.weight are freed"}
+
+    def loss(self, ids, x, step, replica):
+        return F.linear(self.layers(x), self.head.weight).square().mean()
+
+
+class DropsStep(Stack):
+    def before_gradients(self, step):
+        if step == 1:
+            self.zero_grad()
+        return step == 1
+
+
+class DropsZeros(Tied):
+    def before_gradients(self, step):
+        self.blocks.zero_grad(set_to_none=False)
+
+
+class SkipsStep(Stack):
+    def before_step(self, step):
+        return step == 1
+
+
+class Clips(Stack):
+    """torch's clip_grad_norm_ on the model's own parameters, where every loop has it."""
+
+    lines = {1: ELSEWHERE, 2: ELSEWHERE, 3: ELSEWHERE}
+
+    def before_step(self, step):
+        nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class ClipsEarly(Stack):
+    lines = {stage: ELSEWHERE for stage in range(4)}
+
+    def before_gradients(self, step):
+        nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class Unfreezes(Stack):
+    lines = {stage: "was frozen when the model was wrapped" for stage in range(4)}
+
+    def __init__(self):
+        super().__init__()
+        self.layers.requires_grad_(False)
+
+    def after(self, step):
+        self.requires_grad_(True)
+
+
+class UnfreezesLater(Stack):
+    """Wrapped unfrozen, frozen for two steps."""
+
+    def wrapped(self):
+        self.layers.requires_grad_(False)
+
+    def after(self, step):
+        self.layers.requires_grad_(step > 0)
+
+
+class Converts(Stack):
+    lines = REPLACED
+
+    def wrapped(self):
+        self.float()
+
+    def loss(self, ids, x, step, replica):
+        return self(ids, x.float(), step, replica)
+
+
+class Exchanges(Stack):
+    lines = {**REPLACED, 3: "ZeRO-3: the memory of head.weight"}
+
+    def wrapped(self):
+        self.head.weight = nn.Parameter(torch.ones(2, 4).double())
+
+
+class Averages(Stack):
+    lines = {3: FREED}
+
+    def after(self, step):
+        part = part_of(9, 0, 0)
+        assert torch.equal(copy.deepcopy(self)(*part), self(*part))
+
+
+class Saves(Stack):
+    lines = {3: "reducer.whole() has all weights, for state_dict()"}
+
+    def after(self, step):
+        self.load_state_dict(self.state_dict())
+
+
+class Loads(Stack):
+    lines = {3: FREED}
+
+    def after(self, step):
+        self.load_state_dict({name: torch.ones(param.shape).double()
+                              for name, param in self.named_parameters()})
+
+
+class Norms(Stack):
+    lines = {3: FREED}
+
+    def after(self, step):
+        sum(param.norm() for param in self.parameters())
+
+
+class Initializes(Stack):
+    lines = {3: FREED}
+
+    def after(self, step):
+        nn.init.ones_(self.head.weight)
+
+
+class OtherLayers(Kind):
+    """Each replica runs a layer of its own."""
+
+    lines = {3: "ZeRO-3: replica"}
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDE, WIDE) for _ in range(2)])
+
+    def forward(self, ids, x, step, replica):
+        return self.layers[replica](x).square().mean()
+
+
+class Renormalizes(Kind):
+    """An Embedding that changes its weights in forward."""
+
+    lines = {stage: "wte changes its weights in forward" for stage in range(4)}
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(WORDS, WIDE, max_norm=1.0)
+
+    def forward(self, ids, x, step, replica):
+        return self.wte(ids).square().mean()
+
+
+class OtherOrder(OtherLayers):
+    def forward(self, ids, x, step, replica):
+        first, second = self.layers[::-1] if replica else self.layers
+        return second(first(x)).square().mean()
+
+
+class Compiled(Stack):
+    def wrapped(self):
+        self.compile(backend="aot_eager")
+
+
 MODULES = [Mlp, Layers, Stack, Tied, Reused, Nested, Structures, Frozen, Unused, TwoHeads,
            OneReplica, Scalars, Convolutions, Transposed, Referred, TwoDtypes, Autocast, Complex,
            Transformer, Attention, Lstm, LoRA, WeightNorm, Sparse, Calls, Checkpointed, Reentrant,
            Dropped, Hooked, Returns, DepthRandom, Cached, AsksType, PostAccumulate,
-           GradientPenalty, LogsGradients, Evaluates]
+           GradientPenalty, LogsGradients, Evaluates, TwoForwards, Method, TwoNetworks]
+USES = [Penalty, ReadBeside, ReadScalar, MethodReads, DropsStep, DropsZeros, SkipsStep, Clips,
+        ClipsEarly, Unfreezes, UnfreezesLater, Converts, Exchanges, Averages, Saves, Loads, Norms,
+        Initializes, Renormalizes, OtherLayers, OtherOrder, Compiled]
 
 
 # ---- one process, and two ranks ----
@@ -594,11 +841,15 @@ def one_process(kind):
                 buffer.copy_(buffers[replica][name])
             backward(model, step, replica)
             buffers[replica] = copy_of(model.named_buffers())
+        if model.before_gradients(step):
+            grads.append({})
+            continue
         for param in model.parameters():
             param.grad = None if param.grad is None else param.grad.to_dense()
         grads.append({name: None if param.grad is None else param.grad.clone()
                       for name, param in model.named_parameters()})
-        optimizer.step()
+        if not model.before_step(step):
+            optimizer.step()
         model.after(step)
     return grads, copy_of(model.named_parameters()), buffers
 
@@ -617,6 +868,8 @@ def train(rank, kind, stage, mesh, want_grads, want_weights, want_buffers):
     worst = [0.0]
     for step in range(STEPS):
         backward(model, step, rank)
+        if model.before_gradients(step):
+            continue
         grads = reducer.gradients()
         for weights, grad, tag, start in zip(reducer.weights, grads, reducer.tags, reducer.starts,
                                              strict=True):
@@ -626,8 +879,9 @@ def train(rank, kind, stage, mesh, want_grads, want_weights, want_buffers):
             if grad is not None:
                 want = want.flatten()[start : start + weights.numel()]
                 worst.append(deviation(grad.flatten().as_subclass(torch.Tensor), want))
-        optimizer.step()
-        reducer.publish()
+        if not model.before_step(step):
+            optimizer.step()
+            reducer.publish()
         model.after(step)
     if stage < 3:  # each replica's own model has the new weights, without a forward
         worst += [deviation(param.detach(), want_weights[name])
@@ -652,12 +906,297 @@ def cells(rank, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", MODULES + USES, ids=lambda kind: kind.__name__)
 def test_a_module_equals_one_process_or_is_refused_in_one_line(kind):
     for found in ranks(RANKS, cells, kind):
         print(kind.__name__, found)
         for stage, cell in enumerate(found):
             if stage in kind.lines:
-                assert kind.lines[stage] in str(cell) and "\n" not in cell, found
+                assert kind.lines[stage] in str(cell), found
             else:
                 assert isinstance(cell, float) and cell < kind.tolerance, found
+
+
+# ---- what is done wrong: an error at its place ----
+
+
+def in_step(model, reducer, optimizer, rank):
+    """One step of the loop."""
+    backward(model, 0, rank)
+    for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+        weights.grad = grad
+    optimizer.step()
+    reducer.publish()
+
+
+def never_publishes(model, reducer, optimizer, rank):
+    for _ in range(2):
+        backward(model, 0, rank)
+        for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+            weights.grad = grad
+        optimizer.step()
+
+
+def steps_the_models_parameters(model, reducer, optimizer, rank):
+    in_step(model, reducer, torch.optim.AdamW(model.parameters()), rank)
+
+
+def clips_pieces(model, reducer, optimizer, rank):
+    backward(model, 0, rank)
+    for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+        weights.grad = grad
+    nn.utils.clip_grad_norm_(reducer.weights, 1.0)
+
+
+def reads_a_gradient(model, reducer, optimizer, rank):
+    backward(model, 0, rank)
+    model.head.weight.grad.abs().max()
+
+
+def steps_alone(model, reducer, optimizer, rank):
+    backward(model, 0, rank)
+    for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+        weights.grad = grad
+    if rank == 0:
+        optimizer.step()
+    reducer.publish()
+
+
+def runs_one_more_backward(model, reducer, optimizer, rank):
+    if rank:
+        backward(model, 0, rank)
+    in_step(model, reducer, optimizer, rank)
+
+
+def drops_alone(model, reducer, optimizer, rank):
+    backward(model, 0, rank)
+    if rank:
+        model.zero_grad()
+    reducer.gradients()
+
+
+def wraps_twice(model, reducer, optimizer, rank):
+    type(reducer)(model, Mesh(dp=RANKS, timeout=20))
+
+
+def has_another_model(model, reducer, optimizer, rank):
+    type(reducer)(nn.Linear(2, 2 + rank), Mesh(dp=RANKS, timeout=20))
+
+
+def steps_before_backward(model, reducer, optimizer, rank):
+    loss = model.loss(*part_of(0, rank, 0))
+    in_step(model, reducer, optimizer, rank)
+    loss.backward()
+
+
+def changes_what_was_saved(model, reducer, optimizer, rank):
+    x = model.layers(part_of(0, rank, 0)[1]).exp()
+    y = model.head(x.requires_grad_())
+    x.data.add_(0), x.detach().add_(1)
+    y.sum().backward()
+
+
+WRONG = [  # (what is done, the stages in which that is wrong, what the error says)
+    (never_publishes, (1, 2), "and others are not published: call reducer.publish()"),
+    (steps_the_models_parameters, (1, 2, 3), "ZeRO"),
+    (clips_pieces, (1, 2, 3), "ZeRO: a replica has pieces of gradients"),
+    (reads_a_gradient, (0, 1, 2, 3), ELSEWHERE + " head.weight is in the reducer"),
+    (steps_alone, (0, 1, 2, 3), "is at publish(), weights stepped: "),
+    (runs_one_more_backward, (0, 1, 2, 3), "elsewhere: all have the same model"),
+    (drops_alone, (2, 3), "drop gradients"),
+    (wraps_twice, (0, 1, 2, 3), "is in a model that was wrapped before"),
+    (has_another_model, (0, 1, 2, 3), "is at the start, with its model"),
+    (steps_before_backward, (0, 1, 2, 3), "between a forward and its backward|inplace operation"),
+    (changes_what_was_saved, (0, 1, 2, 3), "inplace operation"),
+]
+
+
+def errors(rank, function):
+    """The text of the error in each of the four stages; "": there is none."""
+    found = []
+    for stage in range(4):
+        model = make(Stack)
+        reducer = STAGES[stage](model, Mesh(dp=RANKS, timeout=20))
+        optimizer = torch.optim.SGD(reducer.weights, lr=0.1)
+        try:
+            function(model, reducer, optimizer, rank)
+            found.append("")
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("function,stages,line", WRONG, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_mistake_is_one_line(function, stages, line):
+    for found in ranks(RANKS, errors, function):
+        for stage, text in enumerate(found):
+            wrong = stage in stages
+            assert bool(text) == wrong and (not wrong or re.search(line, text)), found
+            assert "\n" not in text
+
+
+# ---- clipping, two networks, bytes ----
+
+
+def clipped(rank, stage):
+    """Deviations of the norm, and of the weights after a step."""
+    model, alone = make(Mlp, rank), make(Mlp)
+    reducer = STAGES[stage](model, Mesh(dp=RANKS))
+    backward(model, 0, rank)
+    for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+        weights.grad = grad
+    norm = reducer.clip_grad_norm_(1e-3)
+    torch.optim.SGD(reducer.weights, lr=1.0).step()
+    reducer.publish()
+    for replica in range(RANKS):
+        backward(alone, 0, replica)
+    want = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3)
+    torch.optim.SGD(alone.parameters(), lr=1.0).step()
+    want_weights = dict(alone.named_parameters())
+    return [deviation(norm, want)] + [deviation(whole, want_weights[tag.name])
+                                      for tag, whole in reducer.whole()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_norm_and_what_it_clips_are_those_of_one_process(stage):
+    assert max(map(max, ranks(RANKS, clipped, stage))) < 1e-10
+
+
+def two_networks(rank, stage):
+    """A GAN of two networks, each with a reducer, in the usual loop; and in one process."""
+    def networks():
+        torch.manual_seed(0)
+        return nn.Linear(WIDE, WIDE).double(), nn.Sequential(nn.Linear(WIDE, 1)).double()
+
+    def run(G, D, replicas, weights_of, sums, publish):
+        of_G, of_D = (torch.optim.AdamW(weights_of(net), lr=0.1) for net in (G, D))
+        for step in range(STEPS):
+            D.zero_grad()
+            for replica in replicas:
+                x = part_of(step, replica, 0)[1]
+                ((D(x) - 1).square() + D(G(x).detach()).square()).mean().div(RANKS).backward()
+            sums(D), of_D.step(), publish(D)
+            G.zero_grad()
+            D.requires_grad_(step > 1)
+            for replica in replicas:
+                x = part_of(step, replica, 0)[1]
+                (D(G(x)) - 1).square().mean().div(RANKS).backward()
+            sums(G), of_G.step(), publish(G)
+            D.requires_grad_(True)
+
+    def nothing(net):
+        pass
+
+    def sums(net):
+        for weights, grad in zip(reducers[net].weights, reducers[net].gradients(), strict=True):
+            weights.grad = grad
+
+    alone, pair, mesh = networks(), networks(), Mesh(dp=RANKS)
+    reducers = {net: STAGES[stage](net, mesh) for net in pair}
+    run(*alone, range(RANKS), lambda net: net.parameters(), nothing, nothing)
+    run(*pair, [rank], lambda net: reducers[net].weights, sums, lambda net: reducers[net].publish())
+    return [deviation(whole, dict(want.named_parameters())[tag.name])
+            for want, net in zip(alone, pair, strict=True) for tag, whole in reducers[net].whole()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gan_of_two_networks_equals_one_process(stage):
+    assert max(map(max, ranks(RANKS, two_networks, stage))) < 1e-10
+
+
+def held_and_sent(rank):
+    """(most Flats that are whole at a time, bytes of weights between steps, elements of gathers and
+    of reductions, elements of the model) of a step under ZeRO-3."""
+    model, mesh = make(Layers), Mesh(dp=RANKS)
+    reducer = your_model.ZeRO3(model, mesh)
+    psi = sum(param.numel() for param in model.parameters())
+    most = []
+    gather = reducer.make_whole
+
+    def watched(flat):
+        gather(flat)
+        most.append(len(reducer.gathers))
+
+    reducer.make_whole = watched
+    before = [mesh.groups[name].bytes_sent for name in ("shard", "dp")]
+    model.loss(*part_of(0, rank, 0)).backward()
+    gathers, sums = (mesh.groups[name].bytes_sent - sent
+                     for name, sent in zip(("shard", "dp"), before, strict=True))
+    held = sum(param.untyped_storage().nbytes() for param in model.parameters())
+    return max(most), held, gathers / 8, sums / 8, psi
+
+
+def test_zero3_has_one_layer_whole_at_a_time_and_sends_three_times_the_model():
+    for most, held, gathers, sums, psi in ranks(RANKS, held_and_sent):
+        assert most == 1 and held == 0
+        assert psi / 2 * 2 <= gathers <= psi / 2 * 2 + 20  # with a number for each message
+        assert sums == psi / 2
+
+
+# ---- Stanford CS336, assignment 2: its adapters ----
+
+
+def replicas_mean(reducer):
+    """The assignment averages."""
+    for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+        weights.grad = None if grad is None else grad / dist.get_world_size()
+
+
+class Replicated(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.reducer = your_model.DDP(module, Mesh(dp=dist.get_world_size()))
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+def get_ddp_individual_parameters(module):
+    return Replicated(module)
+
+
+def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
+    replicas_mean(ddp_model.reducer)
+
+
+def get_sharded_optimizer(params, optimizer_class, **options):
+    reducer = your_model.ZeRO1(nn.ParameterList(params), Mesh(dp=dist.get_world_size()))
+
+    class Sharded(optimizer_class):
+        def step(self):
+            replicas_mean(reducer)
+            super().step()
+            reducer.publish()
+
+    return Sharded(reducer.weights, **options)
+
+
+def cs336(rank, what):
+    """As the assignment's tests use its adapters: another seed on each rank, the mean of losses."""
+    want, model = make(Tied), make(Tied, 0 if what == "sharded" else rank)
+    options = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
+    reference = torch.optim.AdamW(want.parameters(), **options)
+    if what == "sharded":
+        net, optimizer = model, get_sharded_optimizer(model.parameters(), torch.optim.AdamW,
+                                                      **options)
+    else:
+        net = get_ddp_individual_parameters(model)
+        optimizer = torch.optim.AdamW(net.parameters(), **options)
+    for step in range(5):
+        optimizer.zero_grad(), reference.zero_grad()
+        net(*part_of(step, rank, 0)).backward()
+        if what == "ddp":
+            ddp_individual_parameters_on_after_backward(net, optimizer)
+        optimizer.step()
+        for replica in range(RANKS):
+            (want(*part_of(step, replica, 0)) / RANKS).backward()
+        reference.step()
+    return [deviation(param.detach(), wanted) for param, wanted in
+            zip(model.parameters(), want.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("what", ["ddp", "sharded"])
+def test_the_adapters_of_cs336_train_like_one_process(what):
+    assert max(map(max, ranks(RANKS, cs336, what))) < 1e-10

@@ -45,7 +45,7 @@ def refuse(cls, function, types, args=(), kwargs=None):
         harmless = name in HARMLESS
     if not harmless:
         tensor = next(x for x in tree_leaves((args, kwargs)) if type(x) is cls)
-        raise RuntimeError(cls.line.format(tensor.tag.name))
+        raise RuntimeError(tensor.line.format(tensor.technique, tensor.tag.name))
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs or {})
 
@@ -54,7 +54,8 @@ class Freed(Parameter):
     """The class of a parameter, which stays the same object, while its weights are freed."""
 
     __torch_function__ = classmethod(refuse)
-    line = ("ZeRO-3: the weights of {} are freed outside of their layer's forward: read them in it. "
+    technique = "ZeRO-3"
+    line = ("{}: the weights of {} are freed outside of their layer's forward: read them in it. "
             "reducer.whole() has all weights, for state_dict(), copies and norms; load and convert "
             "weights before ZeRO3(model, mesh)")
 
@@ -63,12 +64,14 @@ class Elsewhere(torch.Tensor):
     """What param.grad is while the reducer has the gradient, or the other replicas parts of it."""
 
     __torch_function__ = classmethod(refuse)
-    line = ("DDP, ZeRO: the gradient of {} is in the reducer: reducer.gradients() returns the sums "
+    line = ("{}: the gradient of {} is in the reducer: reducer.gradients() returns the sums "
             "over the replicas, for reducer.weights, which the optimizer takes. To clip: "
             "reducer.clip_grad_norm_(max_norm)")
 
+    is_zero = False
+
     def zero_(self):  # model.zero_grad(set_to_none=False)
-        self.is_dropped = True
+        self.is_zero = True
 
 
 class Piece(torch.Tensor):
@@ -111,7 +114,7 @@ class YourModel:
         self.arrived = set()  # parameters whose param.grad the current backward has completed
         self.taken = {}  # parameter -> its param.grad before the current backward
         self.elsewhere = {}  # parameter -> the Elsewhere for its gradient of this step
-        self.drops = Counter()  # parameter -> how often its gradient was dropped in this step
+        self.dropped = []  # names of parameters whose gradient was dropped in this step
         self.backwards = 0  # so far
         self.tasks = set()  # autograd's numbers of the backwards that are watched
         self.own = dict(model.named_parameters())  # {name: parameter}
@@ -130,11 +133,14 @@ class YourModel:
         self.in_layers = {module for layer in self.layers for module in layer.modules()}
         alike = {}  # (layer or the attribute around it, dtype, device) -> parameters, for a Flat
         for name, module in model.named_modules():
+            if getattr(module, "max_norm", None):  # of an Embedding
+                raise ValueError(f"{self.technique}: {name} changes its weights in forward, on each "
+                                 "replica those of its tokens: set max_norm=None")
             place = name if module in self.layers else name.partition(".")[0]
             for param in self.params_of(module):
                 alike.setdefault((place, param.dtype, param.device), []).append(stand_ins[param])
-        described = str([(name, param.shape, param.dtype) for name, param in self.own.items()])
-        self.same_everywhere(zlib.crc32(described.encode()), "the start, with its model")
+        described = [(name, param.shape, param.dtype) for name, param in self.own.items()]
+        self.same_everywhere(described, "the start, with its model")
         super().__init__({0: [torch.nn.ParameterList(params) for params in alike.values()]},
                          lambda tag: torch.empty(tag.shape, device="meta"), None, "meta",
                          mesh.background)
@@ -169,18 +175,18 @@ class YourModel:
     def watch(self, layer, before, after):
         """Nothing: your layers' weights are whole after publish(), or ZeRO3 watches them itself."""
 
-    def same_everywhere(self, number, what):
-        """RuntimeError if the replica before this one has another number: then the next message
-        would be taken for another one."""
+    def same_everywhere(self, facts, place):
+        """RuntimeError if the replica before this one has other facts: its next message is another.
+        """
         if self.order.size > 1:
-            mine = torch.tensor([number], device=self.order.device)
+            mine = torch.tensor([zlib.crc32(str(facts).encode())], device=self.order.device)
             theirs = torch.empty_like(mine)
             self.order.exchange(mine, self.order.next, theirs, self.order.prev).wait()
-            if self.order.read(theirs) != [number]:
+            if not torch.equal(mine, theirs):
                 raise RuntimeError(
-                    f"{self.technique}: replica {self.order.rank} is at {what}, replica "
-                    f"{self.order.prev} elsewhere: replicas have the same model, and run the same "
-                    "layers and as many backwards, in the same order")
+                    f"{self.technique}: replica {self.order.rank} is at {place}, replica "
+                    f"{self.order.prev} elsewhere: all have the same model, and run the same layers"
+                    " and backwards, drop gradients, and step or skip alike")
 
     # -- in backward --
 
@@ -200,9 +206,9 @@ class YourModel:
 
     def grad_added(self, param):
         if self.every_microbatch and not self.arrived and len(self.queue) == len(self.trained):
-            self.same_everywhere(self.backwards, "a backward")
+            self.same_everywhere(f"backward {self.backwards}", f"backward {self.backwards}")
         self.arrived.add(param)
-        self.taken.pop(param)
+        self.taken.pop(param, None)
         while self.every_microbatch and self.queue and all(
                 one in self.arrived or not one.requires_grad for one in self.queue[0].params):
             self.start(self.queue.pop(0))
@@ -215,7 +221,9 @@ class YourModel:
             return
         self.backwards += 1
         if self.every_microbatch:
-            self.start_rest()
+            while self.arrived or self.queue:  # twice: checkpoint()'s backward inside of this one
+                self.start_rest()
+                self.queue = [*self.trained] if self.arrived else []
             self.keep_chunk()
             self.queue = [*self.trained]
         else:
@@ -224,18 +232,16 @@ class YourModel:
 
     def collect(self, param, flat):
         """Add a gradient that has arrived to its Flat."""
-        if self.every_microbatch and flat is self.reducing:
+        if self.every_microbatch and (flat.grads is None or flat is self.reducing):
             self.keep_chunk()
         if flat.grads is None:
-            if self.every_microbatch:
-                self.keep_chunk()
             flat.grads = torch.zeros_like(flat.weights)
         if param in self.arrived:
             self.arrived.remove(param)
             flat.view(flat.grads, param).add_(param.grad.to_dense())  # it may be sparse
             stand_in = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
             param.grad = self.elsewhere[param] = stand_in.as_subclass(Elsewhere)
-            param.grad.tag = param.tag
+            param.grad.tag, param.grad.technique = param.tag, self.technique
 
     def part(self, flat):
         """(this rank's part of a Flat's gradient in this step, where the part begins)"""
@@ -245,13 +251,16 @@ class YourModel:
 
     def drop_if_gone(self, param):
         stand_in = self.elsewhere.get(param)
-        if stand_in is not None and (param.grad is not stand_in or hasattr(stand_in, "is_dropped")):
+        if stand_in is None or (param.grad is stand_in and not stand_in.is_zero):
+            return
+        if param.grad is not stand_in:
             del self.elsewhere[param]
-            self.drops[param] += 1
-            flat = self.home[param]
-            for tag, _, values in flat.pieces(*self.part(flat)):
-                if tag is param.tag:
-                    values.zero_()
+        stand_in.is_zero = False
+        self.dropped.append(param.tag.name)
+        flat = self.home[param]
+        for tag, _, values in flat.pieces(*self.part(flat)):
+            if tag is param.tag:
+                values.zero_()
 
     # -- at the end of a step --
 
@@ -270,67 +279,60 @@ class YourModel:
                 raise RuntimeError(f"{self.technique}: {name} was frozen when the model was wrapped"
                                    ": wrap it with requires_grad=True, then freeze it for a while")
         if self.must_publish and self.versions != self.versions_now():
-            raise RuntimeError(f"{self.technique}: {self.own and name} and others are not published"
-                               ": call reducer.publish() after each step of the optimizer")
+            raise RuntimeError(f"{self.technique}: {name} and others are not published: call "
+                               "reducer.publish() after each step of the optimizer")
 
     def gradients(self):
         """The gradient of each of self.weights, summed over the replicas and this step's backwards.
         None for a parameter that no replica has used, as in one process."""
         self.check()
-        self.same_everywhere(-1 - self.backwards, "the end of a step")
         for param in self.params:
             self.drop_if_gone(param)
-        state = [(param in self.elsewhere, param in self.arrived, self.drops[param])
-                 for param in self.params]
-        total = torch.tensor(state, dtype=torch.long, device=self.replicas.device).view(-1, 3)
-        total = dict(zip(self.params, all_reduce(total, self.replicas).tolist(), strict=True))
-        for (_, _, drops), (param, (_, _, all_drops)) in zip(state, total.items(), strict=True):
-            if self.every_microbatch and drops * self.replicas.size != all_drops:
-                raise RuntimeError(f"{self.technique}: some replicas have dropped the gradient of "
-                                   f"{param.tag.name}, which was summed: drop it on all or none")
-        used = {param: any(counts[:2]) for param, counts in total.items()}
-        for flat in self.trained:
-            late = any(total[param][1] for param in flat.params)
-            if late or (not self.every_microbatch and any(used[param] for param in flat.params)):
+        # ZeRO-2 and 3 have summed gradients: some replicas alone cannot drop theirs
+        done = (self.backwards, sorted(self.dropped) if self.every_microbatch else None)
+        self.same_everywhere(done, f"the end of a step, after (backwards, dropped) {done}")
+        used = torch.tensor([param in self.elsewhere for param in self.params], dtype=torch.long)
+        used = all_reduce(used.to(self.order.device), self.order).tolist()
+        used = dict(zip(self.params, used, strict=True))
+        flats = [flat for flat in self.trained if any(used[param] for param in flat.params)]
+        if not self.every_microbatch:
+            for flat in flats:
                 self.start(flat)
-        found = []
+        found = dict.fromkeys(self.params)
+        for flat in flats:
+            pieces = flat.pieces(*self.reduced(flat))
+            for param, (_, _, grad) in zip(flat.params, pieces, strict=True):
+                if used[param]:
+                    found[param] = (grad.as_subclass(Piece) if self.sharded else
+                                    grad.view(param.shape))
         for flat in self.trained:
-            if any(used[param] for param in flat.params):
-                for param, (_, _, values) in zip(flat.params, flat.pieces(*self.reduced(flat)),
-                                                 strict=True):
-                    grad = values.as_subclass(Piece) if self.sharded else values.view(param.shape)
-                    found.append(grad if used[param] else None)
-            else:
-                found += [None] * len(flat.params)
             flat.grads = None
         for param in self.params:
             param.grad = self.elsewhere.get(param) if self.sharded else None
-        for of_step in (self.elsewhere, self.drops, self.tasks, *([self.sums] if
-                        self.every_microbatch else [])):
-            of_step.clear()
-        return found
+        if self.every_microbatch:
+            self.sums.clear()
+        self.elsewhere.clear()
+        self.dropped.clear()
+        self.tasks.clear()
+        return [*found.values()]
 
     def clip_grad_norm_(self, max_norm):
-        """torch's clip_grad_norm_, of the whole gradients: scales weights.grad, returns the norm.
-        """
+        """torch's clip_grad_norm_ for whole gradients: scales weights.grad, returns the norm."""
         grads = [weights.grad.as_subclass(torch.Tensor) for weights in self.weights
                  if weights.grad is not None]
-        square = torch.zeros(1, dtype=torch.double, device=self.replicas.device)
+        square = torch.zeros(1, dtype=torch.double, device=self.order.device)
         for grad in grads:
             square += grad.abs().double().square().sum()
         if self.sharded:
-            all_reduce(square, self.replicas)
+            all_reduce(square, self.order)
         norm = square.sqrt()[0]
         for grad in grads:
             grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def publish(self):
-        stepped = torch.tensor([int(self.versions != self.versions_now())])
-        stepped = all_reduce(stepped.to(self.replicas.device), self.replicas).item()
-        if stepped % self.replicas.size:
-            raise RuntimeError(f"{self.technique}: only some replicas have stepped their weights: "
-                               "step or skip on all (a GradScaler decides on each by itself)")
+        is_stepped = self.versions != self.versions_now()
+        self.same_everywhere(is_stepped, f"publish(), weights stepped: {is_stepped}")
         super().publish()
         if self.must_publish:
             for flat in self.trained:
@@ -385,8 +387,9 @@ class ZeRO3(YourModel, zero.ZeRO3):
         self.at = {flat.weights.untyped_storage()._cdata: flat for flat in self.flats}
         self.beside = {flat: {flat} for flat in self.flats}  # Flats of the same modules
         for module in model.modules():
-            if module not in self.in_layers or module in self.layers:
-                params = [param for part in module.modules() for param in self.params_of(part)]
+            if module in self.layers or module not in self.in_layers:
+                parts = [module, *(one for one in module.modules() if one not in self.in_layers)]
+                params = [param for part in parts for param in self.params_of(part)]
                 self.watch_module(module, [*dict.fromkeys(self.home[param] for param in params)])
         self.classes = {param: type(param) for param in self.home}
         for param in self.home:
@@ -458,7 +461,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
     def start_gather(self, flat):
         if flat not in self.gathers:
             name = flat.params[0].tag.name
-            self.same_everywhere(zlib.crc32(name.encode()), f"the weights of {name}")
+            self.same_everywhere(name, f"the weights of {name}")
             flat.weights.untyped_storage().resize_(flat.weights.nbytes)
             own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
             all_gather(flat.weights, self.order)
