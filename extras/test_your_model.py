@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from extras import your_model
 from mesh import Mesh
+from model import build
+from sizes import GPTConfig
 from tests.harness import ranks
 
 STAGES = (your_model.DDP, your_model.ZeRO1, your_model.ZeRO2, your_model.ZeRO3)
@@ -786,6 +788,19 @@ class OtherOrder(OtherLayers):
         return second(first(x)).square().mean()
 
 
+class Fails(Tied):
+    """A forward and a backward that fail, and the loop goes on."""
+
+    def loss(self, ids, x, step, replica):
+        with pytest.raises(IndexError):
+            self(ids + WORDS, x, step, replica)
+        handle = self.blocks[1].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            (0 * self(ids, x, step, replica)).backward()
+        handle.remove()
+        return self(ids, x, step, replica)
+
+
 class Compiled(Stack):
     def wrapped(self):
         self.compile(backend="aot_eager")
@@ -798,7 +813,7 @@ MODULES = [Mlp, Layers, Stack, Tied, Reused, Nested, Structures, Frozen, Unused,
            GradientPenalty, LogsGradients, Evaluates, TwoForwards, Method, TwoNetworks]
 USES = [Penalty, ReadBeside, ReadScalar, MethodReads, DropsStep, DropsZeros, SkipsStep, Clips,
         ClipsEarly, Unfreezes, UnfreezesLater, Converts, Exchanges, Averages, Saves, Loads, Norms,
-        Initializes, Renormalizes, OtherLayers, OtherOrder, Compiled]
+        Initializes, Renormalizes, OtherLayers, OtherOrder, Fails, Compiled]
 
 
 # ---- one process, and two ranks ----
@@ -1200,3 +1215,73 @@ def cs336(rank, what):
 @pytest.mark.parametrize("what", ["ddp", "sharded"])
 def test_the_adapters_of_cs336_train_like_one_process(what):
     assert max(map(max, ranks(RANKS, cs336, what))) < 1e-10
+
+
+# ---- nanoGPT's loop, and what changes in it ----
+
+LOOP = """
+model = make_model()
+decayed = [p for p in model.parameters() if p.dim() >= 2]
+others = [p for p in model.parameters() if p.dim() < 2]
+optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
+                               {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
+for step in range(3):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (step + 1)
+    for micro_step in range(4):
+        x, y = get_batch(step, micro_step)
+        loss = model(x, y) / y.numel() / 4
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        losses.append(model(*get_batch(9, 0)).item())
+checkpoint = {"model": dict(model.named_parameters())}
+"""
+CHANGES = [
+    ("model = make_model()\n", "model = make_model()\nmesh = Mesh(dp=2)\n"
+                               "reducer = Reducer(model, mesh)\n"
+                               "tagged = list(zip(reducer.weights, reducer.tags))\n"),
+    ("[p for p in model.parameters() if p.dim() >= 2]",
+     "[p for p, tag in tagged if len(tag.shape) >= 2]"),
+    ("[p for p in model.parameters() if p.dim() < 2]",
+     "[p for p, tag in tagged if len(tag.shape) < 2]"),
+    ("for micro_step in range(4)", "for micro_step in range(mesh.rank, 4, 2)"),
+    ("    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n",
+     "    for weights, grad in zip(reducer.weights, reducer.gradients()):\n"
+     "        weights.grad = grad\n    reducer.clip_grad_norm_(0.1)\n"),
+    ("    optimizer.step()\n", "    optimizer.step()\n    reducer.publish()\n"),
+    ("dict(model.named_parameters())", "{tag.name: whole for tag, whole in reducer.whole()}"),
+]
+
+
+def nanogpt(rank, stage):
+    """Deviations of the losses and of the checkpoint from those of one process."""
+    def get_batch(step, micro_step):
+        generator = torch.Generator().manual_seed(10 * step + micro_step)
+        ids = torch.randint(WORDS, (2, 9), generator=generator)
+        return ids[:, :-1], ids[:, 1:]
+
+    def run(code, **names):
+        names |= {"torch": torch, "get_batch": get_batch, "losses": [], "make_model": lambda: build(
+            GPTConfig(WORDS, block_size=8, n_layer=2, n_head=2, n_embd=8), dtype=torch.double)}
+        exec(code, names)
+        return names["losses"], names["checkpoint"]["model"]
+
+    code = LOOP
+    for old, new in CHANGES:
+        assert old in code
+        code = code.replace(old, new)
+    want_losses, want = run(LOOP)
+    losses, got = run(code, Mesh=Mesh, Reducer=STAGES[stage])
+    return [deviation(torch.tensor(losses), torch.tensor(want_losses)),
+            *(deviation(got[name], want[name].detach()) for name in got)]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_nanogpts_loop_with_a_dozen_new_lines_is_that_of_one_process(stage):
+    assert sum(old.count("\n") or 1 for old, _ in CHANGES) <= 7
+    assert sum(new.count("\n") or 1 for _, new in CHANGES) <= 13
+    # (the biases of keys have gradients of rounding errors, which AdamW makes steps of)
+    assert max(map(max, ranks(RANKS, nanogpt, stage))) < 1e-9

@@ -236,8 +236,9 @@ class YourModel:
             self.keep_chunk()
         if flat.grads is None:
             flat.grads = torch.zeros_like(flat.weights)
-        if param in self.arrived:
-            self.arrived.remove(param)
+        is_new = param in self.arrived and param.grad is not None
+        self.arrived.discard(param)
+        if is_new:
             flat.view(flat.grads, param).add_(param.grad.to_dense())  # it may be sparse
             stand_in = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
             param.grad = self.elsewhere[param] = stand_in.as_subclass(Elsewhere)
