@@ -1005,9 +1005,9 @@ def steps_before_backward(model, reducer, optimizer, rank):
 
 
 def changes_what_was_saved(model, reducer, optimizer, rank):
-    x = model.layers(part_of(0, rank, 0)[1]).exp()
-    y = model.head(x.requires_grad_())
-    x.data.add_(0), x.detach().add_(1)
+    x = model.layers(part_of(0, rank, 0)[1])
+    y = model.head(x)
+    x.detach().add_(1)
     y.sum().backward()
 
 
@@ -1093,7 +1093,7 @@ def two_networks(rank, stage):
                 ((D(x) - 1).square() + D(G(x).detach()).square()).mean().div(RANKS).backward()
             sums(D), of_D.step(), publish(D)
             G.zero_grad()
-            D.requires_grad_(step > 1)
+            D.requires_grad_(step < 2)
             for replica in replicas:
                 x = part_of(step, replica, 0)[1]
                 (D(G(x)) - 1).square().mean().div(RANKS).backward()
@@ -1145,7 +1145,9 @@ def held_and_sent(rank):
 def test_zero3_has_one_layer_whole_at_a_time_and_sends_three_times_the_model():
     for most, held, gathers, sums, psi in ranks(RANKS, held_and_sent):
         assert most == 1 and held == 0
-        assert psi / 2 * 2 <= gathers <= psi / 2 * 2 + 20  # with a number for each message
+        # In forward and backward. The first of the four layers that run reads no weights in
+        # backward, because its input needs no gradient. And a number with each message
+        assert psi / 2 * 7 / 4 <= gathers <= psi / 2 * 7 / 4 + 10
         assert sums == psi / 2
 
 

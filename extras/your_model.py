@@ -112,7 +112,6 @@ class YourModel:
         self.replicas = mesh.group("dp")
         self.order = mesh.group("shard")  # the same ranks, for messages of this thread
         self.arrived = set()  # parameters whose param.grad the current backward has completed
-        self.taken = {}  # parameter -> its param.grad before the current backward
         self.elsewhere = {}  # parameter -> the Elsewhere for its gradient of this step
         self.dropped = []  # names of parameters whose gradient was dropped in this step
         self.backwards = 0  # so far
@@ -134,8 +133,8 @@ class YourModel:
         alike = {}  # (layer or the attribute around it, dtype, device) -> parameters, for a Flat
         for name, module in model.named_modules():
             if getattr(module, "max_norm", None):  # of an Embedding
-                raise ValueError(f"{self.technique}: {name} changes its weights in forward, on each "
-                                 "replica those of its tokens: set max_norm=None")
+                raise ValueError(f"{self.technique}: {name} changes its weights in forward, other "
+                                 "rows on other replicas: set max_norm=None")
             place = name if module in self.layers else name.partition(".")[0]
             for param in self.params_of(module):
                 alike.setdefault((place, param.dtype, param.device), []).append(stand_ins[param])
@@ -145,8 +144,9 @@ class YourModel:
                          lambda tag: torch.empty(tag.shape, device="meta"), None, "meta",
                          mesh.background)
         self.params = [param for flat in self.trained for param in flat.params]
-        for param in self.params:
-            param.register_hook(partial(self.before_grad, param))
+        self.nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self.params]
+        for node, param in zip(self.nodes, self.params, strict=True):
+            node.register_prehook(partial(self.before_grad, param))
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer.contiguous().clone(), self.replicas))
         self.queue = [*self.trained]
@@ -197,26 +197,21 @@ class YourModel:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def before_grad(self, param, grad):
-        """Called by autograd before it adds a gradient to param.grad."""
+        """Called by autograd right before it adds a gradient to param.grad."""
         self.watch_backward()
         if param not in self.arrived:
             self.drop_if_gone(param)
-            self.taken[param] = param.grad
             param.grad = None
 
     def grad_added(self, param):
         if self.every_microbatch and not self.arrived and len(self.queue) == len(self.trained):
             self.same_everywhere(f"backward {self.backwards}", f"backward {self.backwards}")
         self.arrived.add(param)
-        self.taken.pop(param, None)
         while self.every_microbatch and self.queue and all(
                 one in self.arrived or not one.requires_grad for one in self.queue[0].params):
             self.start(self.queue.pop(0))
 
     def end_of_backward(self):
-        for param, grad in self.taken.items():  # torch.autograd.grad() has added nothing
-            param.grad = grad
-        self.taken.clear()
         if not self.arrived and len(self.queue) == len(self.trained):
             return
         self.backwards += 1
