@@ -911,8 +911,8 @@ def cells(rank, kind):
     """[deviation, or the text of the error] of the four stages."""
     want = one_process(kind)
     found = []
+    mesh = Mesh(dp=RANKS, timeout=20)
     for stage in range(4):
-        mesh = Mesh(dp=RANKS, timeout=20)
         try:
             found.append(train(rank, kind, stage, mesh, *want))
         except (RuntimeError, ValueError) as error:
@@ -1016,7 +1016,7 @@ WRONG = [  # (what is done, the stages in which that is wrong, what the error sa
     (steps_the_models_parameters, (1, 2, 3), "ZeRO"),
     (clips_pieces, (1, 2, 3), "ZeRO: a replica has pieces of gradients"),
     (reads_a_gradient, (0, 1, 2, 3), ELSEWHERE + " head.weight is in the reducer"),
-    (steps_alone, (0, 1, 2, 3), "is at publish(), weights stepped: "),
+    (steps_alone, (0, 1, 2, 3), "publish.., weights stepped: "),
     (runs_one_more_backward, (0, 1, 2, 3), "elsewhere: all have the same model"),
     (drops_alone, (2, 3), "drop gradients"),
     (wraps_twice, (0, 1, 2, 3), "is in a model that was wrapped before"),
@@ -1029,9 +1029,10 @@ WRONG = [  # (what is done, the stages in which that is wrong, what the error sa
 def errors(rank, function):
     """The text of the error in each of the four stages; "": there is none."""
     found = []
+    mesh = Mesh(dp=RANKS, timeout=20)
     for stage in range(4):
         model = make(Stack)
-        reducer = STAGES[stage](model, Mesh(dp=RANKS, timeout=20))
+        reducer = STAGES[stage](model, mesh)
         optimizer = torch.optim.SGD(reducer.weights, lr=0.1)
         try:
             function(model, reducer, optimizer, rank)

@@ -402,10 +402,11 @@ class ZeRO3(YourModel, zero.ZeRO3):
         def leave(module, args, out):
             self.hooks.pop().__exit__()
             self.running.subtract(flats)
+            if any(self.flat_of(x) for x in tree_leaves(out)):  # an output that is a weight
+                out = tree_map(self.apart, out)
             if torch._C._current_graph_task_id() == -1:  # else backward reads the weights next
                 self.free_all_but(())
-            if any(self.flat_of(x) for x in tree_leaves(out)):  # an output that is a weight
-                return tree_map(self.apart, out)
+            return out
 
         for flat in flats:
             self.beside[flat].update(flats)
