@@ -203,7 +203,18 @@ class YourModel:
             self.drop_if_gone(param)
             param.grad = None
 
+    def check(self, name, param):
+        flat = self.home.get(param)
+        memory = param.untyped_storage()._cdata
+        if flat is None or memory != flat.weights.untyped_storage()._cdata:
+            raise RuntimeError(f"{self.technique}: the memory of {name} was replaced, as by "
+                               "model.to() or half(): convert weights before wrapping")
+        if param.requires_grad and not flat.trained:
+            raise RuntimeError(f"{self.technique}: {name} was frozen when the model was wrapped: "
+                               "wrap it with requires_grad=True, then freeze it for a while")
+
     def grad_added(self, param):
+        self.check(param.tag.name, param)
         if self.every_microbatch and not self.arrived and len(self.queue) == len(self.trained):
             self.same_everywhere(f"backward {self.backwards}", f"backward {self.backwards}")
         self.arrived.add(param)
@@ -264,24 +275,14 @@ class YourModel:
         """How often each of the weights was changed: by an optimizer's step, among others."""
         return [weights._version for weights in self.weights]
 
-    def check(self):
-        for name, param in self.model.named_parameters():
-            flat = self.home.get(param)
-            memory = param.untyped_storage()._cdata
-            if flat is None or memory != flat.weights.untyped_storage()._cdata:
-                raise RuntimeError(f"{self.technique}: the memory of {name} was replaced, as by "
-                                   "model.to() or half(): convert weights before wrapping")
-            if param.requires_grad and not flat.trained:
-                raise RuntimeError(f"{self.technique}: {name} was frozen when the model was wrapped"
-                                   ": wrap it with requires_grad=True, then freeze it for a while")
-        if self.must_publish and self.versions != self.versions_now():
-            raise RuntimeError(f"{self.technique}: {name} and others are not published: call "
-                               "reducer.publish() after each step of the optimizer")
-
     def gradients(self):
         """The gradient of each of self.weights, summed over the replicas and this step's backwards.
         None for a parameter that no replica has used, as in one process."""
-        self.check()
+        for name, param in self.model.named_parameters():
+            self.check(name, param)
+        if self.must_publish and self.versions != self.versions_now():
+            raise RuntimeError(f"{self.technique}: {name} and others are not published: call "
+                               "reducer.publish() after each step of the optimizer")
         for param in self.params:
             self.drop_if_gone(param)
         # ZeRO-2 and 3 have summed gradients: some replicas alone cannot drop theirs
