@@ -958,6 +958,21 @@ def never_publishes(model, reducer, optimizer, rank):
         optimizer.step()
 
 
+def forgets_the_gradients(model, reducer, optimizer, rank):
+    backward(model, 0, rank)
+    optimizer.step()
+    reducer.publish()
+
+
+def evaluates_before_publishing(model, reducer, optimizer, rank):
+    backward(model, 0, rank)
+    for weights, grad in zip(reducer.weights, reducer.gradients(), strict=True):
+        weights.grad = grad
+    optimizer.step()
+    with torch.no_grad():
+        model(*part_of(0, 0, 0))
+
+
 def steps_the_models_parameters(model, reducer, optimizer, rank):
     in_step(model, reducer, torch.optim.AdamW(model.parameters()), rank)
 
@@ -1018,7 +1033,9 @@ def changes_what_was_saved(model, reducer, optimizer, rank):
 
 
 WRONG = [  # (what is done, the stages in which that is wrong, what the error says)
-    (never_publishes, (1, 2), "and others are not published: call reducer.publish()"),
+    (never_publishes, (1, 2), "but not published: call reducer.publish"),
+    (evaluates_before_publishing, (1, 2), "but not published: call reducer.publish"),
+    (forgets_the_gradients, (0, 1, 2, 3), "reducer.gradients"),
     (steps_the_models_parameters, (1, 2, 3), "ZeRO"),
     (clips_pieces, (1, 2, 3), "ZeRO: a replica has pieces of gradients"),
     (reads_a_gradient, (0, 1, 2, 3), ELSEWHERE + " head.weight is in the reducer"),

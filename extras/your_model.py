@@ -153,6 +153,7 @@ class YourModel:
         if not self.sharded:
             self.weights = self.params
         self.versions = self.versions_now()
+        model.register_forward_pre_hook(lambda *args: self.check_published())
 
     def params_of(self, module):
         """The parameters of a layer; of another module, its own; of a part of a layer, none."""
@@ -275,14 +276,17 @@ class YourModel:
         """How often each of the weights was changed: by an optimizer's step, among others."""
         return [weights._version for weights in self.weights]
 
+    def check_published(self):
+        if self.must_publish and self.versions != self.versions_now():
+            raise RuntimeError(f"{self.technique}: {self.params[0].tag.name} and others are stepped"
+                               ", but not published: call reducer.publish() after each step")
+
     def gradients(self):
         """The gradient of each of self.weights, summed over the replicas and this step's backwards.
         None for a parameter that no replica has used, as in one process."""
         for name, param in self.model.named_parameters():
             self.check(name, param)
-        if self.must_publish and self.versions != self.versions_now():
-            raise RuntimeError(f"{self.technique}: {name} and others are not published: call "
-                               "reducer.publish() after each step of the optimizer")
+        self.check_published()
         for param in self.params:
             self.drop_if_gone(param)
         # ZeRO-2 and 3 have summed gradients: some replicas alone cannot drop theirs
@@ -328,6 +332,9 @@ class YourModel:
         return norm
 
     def publish(self):
+        if self.elsewhere:
+            raise RuntimeError(f"{self.technique}: {next(iter(self.elsewhere)).tag.name} and others"
+                               " were stepped without their gradients: call reducer.gradients()")
         is_stepped = self.versions != self.versions_now()
         self.same_everywhere(is_stepped, f"publish(), weights stepped: {is_stepped}")
         super().publish()
