@@ -153,7 +153,8 @@ class YourModel:
         if not self.sharded:
             self.weights = self.params
         self.versions = self.versions_now()
-        model.register_forward_pre_hook(lambda *args: self.check_published())
+        if self.must_publish:
+            model.register_forward_pre_hook(lambda *args: self.check_published())
 
     def params_of(self, module):
         """The parameters of a layer; of another module, its own; of a part of a layer, none."""
@@ -277,7 +278,7 @@ class YourModel:
         return [weights._version for weights in self.weights]
 
     def check_published(self):
-        if self.must_publish and self.versions != self.versions_now():
+        if self.versions != self.versions_now():
             raise RuntimeError(f"{self.technique}: {self.params[0].tag.name} and others are stepped"
                                ", but not published: call reducer.publish() after each step")
 
@@ -286,7 +287,8 @@ class YourModel:
         None for a parameter that no replica has used, as in one process."""
         for name, param in self.model.named_parameters():
             self.check(name, param)
-        self.check_published()
+        if self.must_publish:
+            self.check_published()
         for param in self.params:
             self.drop_if_gone(param)
         # ZeRO-2 and 3 have summed gradients: some replicas alone cannot drop theirs
