@@ -571,6 +571,29 @@ class TwoForwards(Stack):
         return y
 
 
+class BackwardHooks(Layers):
+    """Hooks on the backward of modules."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.register_full_backward_hook(
+                lambda layer, into, out: tuple(x if x is None else 2 * x for x in into))
+
+
+class Offloads(Layers):
+    """What autograd saves goes to the CPU: hooks around those of ZeRO-3."""
+
+    def forward(self, *part):
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(*part)
+
+
+class Functional(Stack):
+    def loss(self, *part):
+        return torch.func.functional_call(self, dict(self.named_parameters()), part)
+
+
 class Method(Kind):
     """A method that is not forward, which calls modules."""
 
@@ -742,6 +765,24 @@ class Loads(Stack):
                               for name, param in self.named_parameters()})
 
 
+class Clamps(Stack):
+    """WGAN's clipping of weights."""
+
+    lines = {3: FREED}
+
+    def after(self, step):
+        for param in self.parameters():
+            param.data.clamp_(-0.1, 0.1)
+
+
+class Flattens(Stack):
+    lines = REPLACED
+
+    def after(self, step):
+        vector = nn.utils.parameters_to_vector(self.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, self.parameters())
+
+
 class Norms(Stack):
     lines = {3: FREED}
 
@@ -810,10 +851,11 @@ MODULES = [Mlp, Layers, Stack, Tied, Reused, Nested, Structures, Frozen, Unused,
            OneReplica, Scalars, Convolutions, Transposed, Referred, TwoDtypes, Autocast, Complex,
            Transformer, Attention, Lstm, LoRA, WeightNorm, Sparse, Calls, Checkpointed, Reentrant,
            Dropped, Hooked, Returns, DepthRandom, Cached, AsksType, PostAccumulate,
-           GradientPenalty, LogsGradients, Evaluates, TwoForwards, Method, TwoNetworks]
+           GradientPenalty, LogsGradients, Evaluates, TwoForwards, BackwardHooks, Offloads, Functional,
+           Method, TwoNetworks]
 USES = [Penalty, ReadBeside, ReadScalar, MethodReads, DropsStep, DropsZeros, SkipsStep, Clips,
-        ClipsEarly, Unfreezes, UnfreezesLater, Converts, Exchanges, Averages, Saves, Loads, Norms,
-        Initializes, Renormalizes, OtherLayers, OtherOrder, Fails, Compiled]
+        ClipsEarly, Unfreezes, UnfreezesLater, Converts, Exchanges, Averages, Saves, Loads, Clamps,
+        Flattens, Norms, Initializes, Renormalizes, OtherLayers, OtherOrder, Fails, Compiled]
 
 
 # ---- one process, and two ranks ----
