@@ -851,8 +851,8 @@ MODULES = [Mlp, Layers, Stack, Tied, Reused, Nested, Structures, Frozen, Unused,
            OneReplica, Scalars, Convolutions, Transposed, Referred, TwoDtypes, Autocast, Complex,
            Transformer, Attention, Lstm, LoRA, WeightNorm, Sparse, Calls, Checkpointed, Reentrant,
            Dropped, Hooked, Returns, DepthRandom, Cached, AsksType, PostAccumulate,
-           GradientPenalty, LogsGradients, Evaluates, TwoForwards, BackwardHooks, Offloads, Functional,
-           Method, TwoNetworks]
+           GradientPenalty, LogsGradients, Evaluates, TwoForwards, BackwardHooks, Offloads,
+           Functional, Method, TwoNetworks]
 USES = [Penalty, ReadBeside, ReadScalar, MethodReads, DropsStep, DropsZeros, SkipsStep, Clips,
         ClipsEarly, Unfreezes, UnfreezesLater, Converts, Exchanges, Averages, Saves, Loads, Clamps,
         Flattens, Norms, Initializes, Renormalizes, OtherLayers, OtherOrder, Fails, Compiled]
@@ -1085,7 +1085,7 @@ WRONG = [  # (what is done, the stages in which that is wrong, what the error sa
     (runs_one_more_backward, (0, 1, 2, 3), "elsewhere: all have the same model"),
     (drops_alone, (2, 3), "drop gradients"),
     (wraps_twice, (0, 1, 2, 3), "is in a model that was wrapped before"),
-    (has_another_model, (0, 1, 2, 3), "is at the start, with its model"),
+    (has_another_model, (0, 1, 2, 3), "is at the start, with model"),
     (steps_before_backward, (0, 1, 2, 3), "between a forward and its backward|inplace operation"),
     (changes_what_was_saved, (0, 1, 2, 3), "inplace operation"),
 ]

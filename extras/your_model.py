@@ -138,8 +138,8 @@ class YourModel:
             place = name if module in self.layers else name.partition(".")[0]
             for param in self.params_of(module):
                 alike.setdefault((place, param.dtype, param.device), []).append(stand_ins[param])
-        described = [(name, param.shape, param.dtype) for name, param in self.own.items()]
-        self.same_everywhere(described, "the start, with its model")
+        shapes = [(name, param.shape, param.dtype) for name, param in self.own.items()]
+        self.same_everywhere(f"the start, with model {zlib.crc32(str(shapes).encode())}")
         super().__init__({0: [torch.nn.ParameterList(params) for params in alike.values()]},
                          lambda tag: torch.empty(tag.shape, device="meta"), None, "meta",
                          mesh.background)
@@ -152,7 +152,7 @@ class YourModel:
         self.queue = [*self.trained]
         if not self.sharded:
             self.weights = self.params
-        self.versions = self.versions_now()
+        self.note_versions()
         if self.must_publish:
             model.register_forward_pre_hook(lambda *args: self.check_published())
 
@@ -177,11 +177,11 @@ class YourModel:
     def watch(self, layer, before, after):
         """Nothing: your layers' weights are whole after publish(), or ZeRO3 watches them itself."""
 
-    def same_everywhere(self, facts, place):
-        """RuntimeError if the replica before this one has other facts: its next message is another.
-        """
+    def same_everywhere(self, place):
+        """RuntimeError if the replica before this one is at another place: its next message would
+        be taken for this replica's."""
         if self.order.size > 1:
-            mine = torch.tensor([zlib.crc32(str(facts).encode())], device=self.order.device)
+            mine = torch.tensor([zlib.crc32(place.encode())], device=self.order.device)
             theirs = torch.empty_like(mine)
             self.order.exchange(mine, self.order.next, theirs, self.order.prev).wait()
             if not torch.equal(mine, theirs):
@@ -218,7 +218,7 @@ class YourModel:
     def grad_added(self, param):
         self.check(param.tag.name, param)
         if self.every_microbatch and not self.arrived and len(self.queue) == len(self.trained):
-            self.same_everywhere(f"backward {self.backwards}", f"backward {self.backwards}")
+            self.same_everywhere(f"backward {self.backwards}")
         self.arrived.add(param)
         while self.every_microbatch and self.queue and all(
                 one in self.arrived or not one.requires_grad for one in self.queue[0].params):
@@ -244,13 +244,12 @@ class YourModel:
             self.keep_chunk()
         if flat.grads is None:
             flat.grads = torch.zeros_like(flat.weights)
-        is_new = param in self.arrived and param.grad is not None
-        self.arrived.discard(param)
-        if is_new:
+        if param in self.arrived and param.grad is not None:
             flat.view(flat.grads, param).add_(param.grad.to_dense())  # it may be sparse
             stand_in = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
             param.grad = self.elsewhere[param] = stand_in.as_subclass(Elsewhere)
             param.grad.tag, param.grad.technique = param.tag, self.technique
+        self.arrived.discard(param)
 
     def part(self, flat):
         """(this rank's part of a Flat's gradient in this step, where the part begins)"""
@@ -273,12 +272,15 @@ class YourModel:
 
     # -- at the end of a step --
 
-    def versions_now(self):
-        """How often each of the weights was changed: by an optimizer's step, among others."""
-        return [weights._version for weights in self.weights]
+    def note_versions(self):
+        """Note how often each of the weights was changed so far: by an optimizer, above all."""
+        self.versions = [weights._version for weights in self.weights]
+
+    def are_stepped(self):
+        return self.versions != [weights._version for weights in self.weights]
 
     def check_published(self):
-        if self.versions != self.versions_now():
+        if self.must_publish and self.are_stepped():
             raise RuntimeError(f"{self.technique}: {self.params[0].tag.name} and others are stepped"
                                ", but not published: call reducer.publish() after each step")
 
@@ -287,13 +289,12 @@ class YourModel:
         None for a parameter that no replica has used, as in one process."""
         for name, param in self.model.named_parameters():
             self.check(name, param)
-        if self.must_publish:
-            self.check_published()
+        self.check_published()
         for param in self.params:
             self.drop_if_gone(param)
         # ZeRO-2 and 3 have summed gradients: some replicas alone cannot drop theirs
-        done = (self.backwards, sorted(self.dropped) if self.every_microbatch else None)
-        self.same_everywhere(done, f"the end of a step, after (backwards, dropped) {done}")
+        dropped = sorted(self.dropped) if self.every_microbatch else "some"
+        self.same_everywhere(f"the end of a step: {self.backwards} backwards, {dropped} dropped")
         used = torch.tensor([param in self.elsewhere for param in self.params], dtype=torch.long)
         used = all_reduce(used.to(self.order.device), self.order).tolist()
         used = dict(zip(self.params, used, strict=True))
@@ -304,14 +305,12 @@ class YourModel:
         found = dict.fromkeys(self.params)
         for flat in flats:
             pieces = flat.pieces(*self.reduced(flat))
-            for param, (_, _, grad) in zip(flat.params, pieces, strict=True):
-                if used[param]:
-                    found[param] = (grad.as_subclass(Piece) if self.sharded else
-                                    grad.view(param.shape))
-        for flat in self.trained:
-            flat.grads = None
+            for param, (_, _, piece) in zip(flat.params, pieces, strict=True):
+                grad = piece.as_subclass(Piece) if self.sharded else piece.view(param.shape)
+                found[param] = grad if used[param] else None
         for param in self.params:
             param.grad = self.elsewhere.get(param) if self.sharded else None
+            self.home[param].grads = None
         if self.every_microbatch:
             self.sums.clear()
         self.elsewhere.clear()
@@ -337,15 +336,14 @@ class YourModel:
         if self.elsewhere:
             raise RuntimeError(f"{self.technique}: {next(iter(self.elsewhere)).tag.name} and others"
                                " were stepped without their gradients: call reducer.gradients()")
-        is_stepped = self.versions != self.versions_now()
-        self.same_everywhere(is_stepped, f"publish(), weights stepped: {is_stepped}")
+        self.same_everywhere(f"publish(), weights stepped: {self.are_stepped()}")
         super().publish()
         if self.must_publish:
             for flat in self.trained:
                 self.make_whole(flat)  # your code may read weights at any time
                 # A backward whose forward has used the old weights is to fail, as in one process
                 torch.autograd.graph.increment_version(flat.params)
-        self.versions = self.versions_now()
+        self.note_versions()
 
 
 class DDP(YourModel, ddp.DDP):
@@ -468,7 +466,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
     def start_gather(self, flat):
         if flat not in self.gathers:
             name = flat.params[0].tag.name
-            self.same_everywhere(name, f"the weights of {name}")
+            self.same_everywhere(f"the weights of {name}")
             flat.weights.untyped_storage().resize_(flat.weights.nbytes)
             own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
             all_gather(flat.weights, self.order)
