@@ -472,6 +472,29 @@ class Returns(Kind):
         return x.square().mean()
 
 
+class Passed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE))
+
+    def forward(self, x, other):
+        return x @ (self.weight @ other)
+
+
+class Passes(Kind):
+    """A node of the graph has saved a weight of a layer and one of the model around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(WIDE, WIDE))
+        self.layers = nn.ModuleList([Passed(), Passed()])
+
+    def forward(self, ids, x, step, replica):
+        for layer in self.layers:
+            x = layer(x, self.other).tanh()
+        return x.square().mean()
+
+
 class DepthRandom(Layers):
     """Python's and numpy's random numbers decide in forward."""
 
@@ -850,7 +873,7 @@ class Compiled(Stack):
 MODULES = [Mlp, Layers, Stack, Tied, Reused, Nested, Structures, Frozen, Unused, TwoHeads,
            OneReplica, Scalars, Convolutions, Transposed, Referred, TwoDtypes, Autocast, Complex,
            Transformer, Attention, Lstm, LoRA, WeightNorm, Sparse, Calls, Checkpointed, Reentrant,
-           Dropped, Hooked, Returns, DepthRandom, Cached, AsksType, PostAccumulate,
+           Dropped, Hooked, Returns, Passes, DepthRandom, Cached, AsksType, PostAccumulate,
            GradientPenalty, LogsGradients, Evaluates, TwoForwards, BackwardHooks, Offloads,
            Functional, Method, TwoNetworks]
 USES = [Penalty, ReadBeside, ReadScalar, MethodReads, DropsStep, DropsZeros, SkipsStep, Clips,
@@ -1234,6 +1257,28 @@ def held_and_sent(rank):
                      for name, sent in zip(("shard", "dp"), before, strict=True))
     held = sum(param.untyped_storage().nbytes() for param in model.parameters())
     return max(most), held, gathers / 8, sums / 8, psi
+
+
+def seen_by_hooks_around(rank):
+    """The shapes of what hooks around the model get to save: in one process, under ZeRO-3."""
+    model, shapes = make(Layers), []
+
+    def pack(tensor):
+        shapes[-1].append(tuple(tensor.shape))
+        return tensor.detach()
+
+    for wrap in (lambda: None, lambda: your_model.ZeRO3(model, Mesh(dp=RANKS))):
+        wrap()
+        shapes.append([])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.loss(*part_of(0, rank, 0))
+    return shapes
+
+
+def test_hooks_around_zero3s_such_as_checkpoints_get_all_but_the_weights():
+    for alone, got in ranks(RANKS, seen_by_hooks_around):
+        assert got == [shape for shape in alone if shape != (WIDE, WIDE)]
+        assert len(got) >= 8
 
 
 def test_zero3_has_one_layer_whole_at_a_time_and_sends_three_times_the_model():
