@@ -9,6 +9,7 @@ import copy
 import random
 import re
 import weakref
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from extras import your_model
 from mesh import Mesh
 from model import build
 from sizes import GPTConfig
-from tests.harness import ranks
+from tests.harness import HERE, ranks
 
 STAGES = (your_model.DDP, your_model.ZeRO1, your_model.ZeRO2, your_model.ZeRO3)
 RANKS, MICROBATCHES, STEPS = 2, 2, 3
@@ -1426,3 +1427,33 @@ def test_nanogpts_loop_with_a_dozen_new_lines_is_that_of_one_process(stage):
     assert sum(new.count("\n") or 1 for _, new in CHANGES) <= 13
     # (the biases of keys have gradients of rounding errors, which AdamW makes steps of)
     assert max(map(max, ranks(RANKS, nanogpt, stage))) < 1e-9
+
+
+def loop_of_page(rank, name):
+    """Deviations of the weights that the loop of docs/your-model.md trains, under this class."""
+    def batches(replica):
+        return [(part_of(step, replica, 0)[1], None) for step in range(STEPS)]
+
+    def net(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    page = (HERE / "docs/your-model.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace("ZeRO3", name)
+    names = {"make_model": lambda: net(rank), "batches": batches,
+             "loss_of": lambda out, y: out.square().mean()}
+    with patch("torch.distributed.init_process_group"):
+        exec(code, names)
+    alone = net(0)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    for parts in zip(*map(batches, range(RANKS)), strict=True):
+        optimizer.zero_grad()
+        sum(alone(x).square().mean() / RANKS for x, _ in parts).backward()
+        optimizer.step()
+    want = dict(alone.named_parameters())
+    return [deviation(whole, want[tag.name]) for tag, whole in names["reducer"].whole()]
+
+
+@pytest.mark.parametrize("name", ["ZeRO3", "ZeRO2", "ZeRO1", "DDP"])
+def test_the_loop_of_the_page_trains(name):
+    assert max(map(max, ranks(RANKS, loop_of_page, name))) < 1e-10
