@@ -465,11 +465,12 @@ class ZeRO3(YourModel, zero.ZeRO3):
 
     def start_gather(self, flat):
         if flat not in self.gathers:
-            name = flat.params[0].tag.name
-            self.same_everywhere(f"the weights of {name}")
-            flat.weights.untyped_storage().resize_(flat.weights.nbytes)
-            own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
-            all_gather(flat.weights, self.order)
+            # The carrier keeps tensors: an evaluation must not leave it those of inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                self.same_everywhere(f"the weights of {flat.params[0].tag.name}")
+                flat.weights.untyped_storage().resize_(flat.weights.nbytes)
+                own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
+                all_gather(flat.weights, self.order)
             self.gathers[flat] = lambda: None
             for param in flat.params:
                 param.__class__ = self.classes[param]
