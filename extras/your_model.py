@@ -251,6 +251,11 @@ class YourModel:
             param.grad.tag, param.grad.technique = param.tag, self.technique
         self.arrived.discard(param)
 
+    def start(self, flat):
+        for param in flat.params:
+            self.collect(param, flat)
+        super().start(flat)
+
     def part(self, flat):
         """(this rank's part of a Flat's gradient in this step, where the part begins)"""
         if self.every_microbatch:
