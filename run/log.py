@@ -34,6 +34,18 @@ LOG_INTERVAL = 20  # steps between printed lines, after the first ten
 METRICS = "metrics.jsonl"
 
 
+def layers_in_words(start, stop, n_layer):
+    """The layers [start, stop) of a model whose list begins with the embedding and ends with the
+    head: "embedding, blocks 0 to 2"."""
+    words = ["embedding"] if start == 0 else []
+    first, last = max(start, 1) - 1, min(stop - 1, n_layer) - 1
+    if first <= last:
+        words.append(f"blocks {first} to {last}")
+    if stop == n_layer + 2:
+        words.append("head")
+    return ", ".join(words)
+
+
 class Log:
     """Reads each step's numbers on every rank, so that all ranks know when the run is over; rank 0
     prints and writes them."""
@@ -98,8 +110,8 @@ class Log:
             self.say(grid(trainer.mesh.sizes))
         if len(trainer.cuts) > 1:
             for stage, (start, stop) in enumerate(trainer.cuts):
-                self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "
-                         f"{stop - 1} of {cfg.n_layer + 2} (embedding, blocks, head)")
+                self.say(f"  stage {stage} on p={trainer.where[stage]}: "
+                         f"{layers_in_words(start, stop, cfg.n_layer)}")
 
     # ---- what train.py tells the log ----
 

@@ -18,6 +18,7 @@ import pytest
 import sample
 import test_all
 import train
+from collectives import Work
 from data import prepare
 from mesh import Mesh
 from pipeline import Pipeline
@@ -35,6 +36,7 @@ from tests.harness import (
     records,
     refused,
 )
+from transport.background import Background
 
 # ---- flags ----
 
@@ -200,10 +202,12 @@ def test_the_commands_of_the_readme_parse(monkeypatch):
 # ---- the log ----
 
 
-def train_here(cfg):
-    """Train in this process alone. Returns the Log."""
-    with patch("run.launch.on_stop"):  # which takes Ctrl-C
-        return train.train(cfg, Mesh(), 0)
+def train_here(cfg, mesh=None):
+    """Train in this process; mesh: alone. Returns the Log."""
+    # on_stop takes Ctrl-C; the Log replaces two methods, for as long as a process lives
+    with (patch("run.launch.on_stop"), patch.object(Work, "wait", Work.wait),
+          patch.object(Background, "start", Background.start)):
+        return train.train(cfg, mesh or Mesh(), 0)
 
 
 def nan_from(first):
@@ -368,8 +372,7 @@ def test_a_group_is_told_by_the_flags_along_which_its_ranks_differ(name, axes):
 
 
 def train_natively(rank, cfg):
-    with patch("run.launch.on_stop"):
-        train.train(cfg, train.make_mesh(cfg, cfg.device), 0)
+    train_here(cfg, train.make_mesh(cfg, cfg.device))
 
 
 def test_comm_is_left_out_where_torchs_own_collectives_wait(corpus, tmp_path):

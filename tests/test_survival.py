@@ -3,14 +3,19 @@ all ranks, with one line that says who waited for whom; nothing outlives the run
 
 import os
 import re
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.harness import Run, children, command, flags, gone, losses, start, until
+from run.launch import reason
+from tests.harness import HERE, Run, children, command, flags, gone, losses, start, until
 
 ENDLESS = 10**6  # steps
 
@@ -194,6 +199,33 @@ def test_too_little_memory_is_one_line(corpus, tmp_path):
                    "train.py", *words, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "out of memory; try" in done.stderr
+
+
+def test_an_error_of_the_compiler_is_one_line():
+    class Failed(RuntimeError):
+        __module__ = "torch._inductor.exc"
+
+    error = Failed("PermissionError: /cache\nten more lines")
+    assert reason(error, SimpleNamespace(compile=True)) == "--compile: PermissionError: /cache"
+    assert reason(error, SimpleNamespace(compile=False)) is None  # a bug of ours: its traceback
+
+
+def test_windows_is_one_line():
+    done = command("-c", "import sys; sys.platform = 'win32'; from run.launch import start; "
+                   "start('')")
+    line = f"{done.stderr.partition(':')[0]}: needs Linux or macOS; on Windows use WSL\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_a_hostname_of_64_characters_trains(corpus, tmp_path):
+    """gloo's own choice of an address would look it up: "File name too long"."""
+    own_name = ["unshare", "--map-root-user", "--uts"]
+    if subprocess.run([*own_name, "true"], capture_output=True).returncode:
+        pytest.skip("no namespace of one's own")
+    words = [sys.executable, str(HERE / "train.py"), *flags(corpus, tmp_path, dp=2, steps=1)]
+    script = f"hostname {'h' * 64} && exec {shlex.join(words)}"
+    done = subprocess.run([*own_name, "sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_are_those_of_the_processors_that_a_run_may_use():
