@@ -72,7 +72,7 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
     ("sequence_parallel", "a rank takes the next one's tokens", "summed[group.rank]",
      "summed[group.next]"),
 
-    ("vocabulary_loss", "softmax over a rank's own words", "(log_sum - of_all).exp()", "1"),
+    ("vocabulary_loss", "softmax over a rank's own words", "(log_sum - full_log_sum).exp()", "1"),
     ("vocabulary_loss", "the largest of the ranks' sums", ".logsumexp(0)", ".amax(0)"),
     ("vocabulary_loss", "another rank's target is the first word", ".masked_fill(outside, 0)", ""),
 
