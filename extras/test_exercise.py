@@ -57,7 +57,7 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
      "lambda grad: sum_in_place(grad.clone(), group))"),
     ("f_and_g", "g does not sum", "lambda x: sum_in_place(x, group)", "lambda x: x"),
 
-    ("column_and_row", "a column without f", "x = self.f(x, self.group)", "pass"),
+    ("column_and_row", "a column without f", "self.f(x, self.group)", "x"),
     ("column_and_row", "a row's bias is in the sum",
      "y = self.g(partial_y, self.group)\n        return y if self.bias is None else y + self.bias",
      "return self.g(partial_y if self.bias is None else partial_y + self.bias, self.group)"),
