@@ -15,36 +15,18 @@ rank sends one message, which takes latency + n/N / bandwidth. All ranks end wit
     python -m extras.show collectives  a ring of 4 processes, hop by hop, and the bytes it sends
 """
 
-import re
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from transport.errors import reason_in
 
 # ---- errors of one line ----
 
 
 class CommunicationError(RuntimeError):
     """A rank died, hung or never joined: one line that names rank, operation and peer."""
-
-
-def reason_in(text):
-    """An error of the library in one line: without the C++ location, hints and the store's keys.
-    NCCL names the cause in the line after "Last error:"; the cause is put at the end.
-
-        [/w/pair.cc:5] Connection closed by peer. This is likely ...    Connection closed by peer
-        wait timeout after 600ms, keys: /a/b                            wait timeout after 600ms
-
-        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...
-        Last error:
-        Cuda failure 2 'out of memory'
-            -> NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'
-    """
-    first, *_ = text.splitlines() or ["unknown error"]
-    first = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*| in: \S+(?=,)| \(run with .*", "",
-                   first)
-    _, _, last_error = text.partition("Last error:")
-    return ": ".join([first, *last_error.strip().splitlines()[:1]])
 
 
 @contextmanager
@@ -87,10 +69,10 @@ class Group:
     """Some ranks in a ring order. `rank`, and each peer that a method takes, counts within the
     group: 0 .. size - 1.
 
-    A group of one has no carrier. Collectives send nothing there, so the code that trains need not
-    ask for sizes; exchange() is for groups of two and more."""
+    A group of one has no carrier. Collectives send nothing there, so the code that trains may call
+    them without checking the size; exchange() is for groups of two and more."""
 
-    def __init__(self, name, device, ranks, rank, carrier=None, communicator=None):
+    def __init__(self, name, device, ranks, rank, carrier=None, native=None):
         self.name = name
         self.device = device
         self.ranks = list(ranks)  # ranks of the group, numbered as in the world
@@ -100,14 +82,15 @@ class Group:
         self.prev = (rank - 1) % self.size
         self.carrier = carrier  # moves the messages (transport/)
         # torch's ProcessGroup, if the collectives are to be torch's own (--collectives native)
-        self.communicator = communicator
+        self.native = native
         self.bytes_sent = 0  # by this rank, in all messages of exchange()
 
     def exchange(self, send=None, dst=None, recv=None, src=None, combine=None):
         """Start a send of the tensor `send` to rank dst, and a receive into `recv` from rank src;
         either may be None. Both are contiguous; an empty tensor is not sent. combine(recv,
         received): how to merge what arrives, element by element and in place; None: recv is
-        overwritten. Returns their Work.
+        overwritten. With combine, send and recv may be one tensor: each element is sent before the
+        received one is merged into it. Returns their Work.
 
         Messages from one rank to another arrive in the order in which they were sent. This may
         return before either message is complete, and the rest moves in wait(): two ranks that
@@ -132,8 +115,8 @@ class Group:
         return self.exchange(recv=tensor, src=src)
 
     def start_read(self, tensor):
-        """Returns a function that returns the tensor's numbers. Until its call the tensor must not
-        change: from a GPU the numbers are copied to the host meanwhile."""
+        """Returns a function that returns the tensor's numbers. Do not change the tensor before
+        calling that function: from a GPU the numbers are copied to the host meanwhile."""
         read = self.carrier.start_read(tensor) if self.carrier else tensor.tolist
 
         def named_read():
@@ -145,6 +128,20 @@ class Group:
     def read(self, tensor):
         """Wait for a tensor; return its numbers."""
         return self.start_read(tensor)()
+
+
+class WithBackward(torch.autograd.Function):
+    """How messages become part of a model. y = WithBackward.apply(x, forward, backward) computes
+    y = forward(x); when autograd runs backward, grad_x = backward(grad_y)."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_of_x = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.backward_of_x(grad), None, None
 
 
 # ---- the ring ----
@@ -159,7 +156,7 @@ class Group:
 #    at last  0 is complete    1 is complete    2 is complete    3 is complete
 
 
-def flat(tensor):
+def flat_view(tensor):
     """A view with one dim, which the collectives cut and change in place. ValueError, before
     anything is sent, if the tensor does not lie in memory element by element, such as a transposed
     one, or one of expand(), whose elements share their memory."""
@@ -171,7 +168,7 @@ def flat(tensor):
 
 def own_chunk(tensor, group):
     """The chunk of a contiguous tensor that this rank owns: a flat view."""
-    return flat(tensor).tensor_split(group.size)[group.rank]
+    return flat_view(tensor).tensor_split(group.size)[group.rank]
 
 
 def maximum(into, received):
@@ -189,7 +186,7 @@ OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}
 def run_native(collective, group, *args):
     """Run one of torch's own collectives. It bypasses exchange(): bytes_sent does not count it."""
     with naming(f"rank {group.ranks[group.rank]}: group {group.name}, {collective.__name__}"):
-        collective(*args, group=group.communicator)
+        collective(*args, group=group.native)
 
 
 def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
@@ -200,11 +197,11 @@ def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
     In a model (WithBackward) its backward is an all_gather: every rank has a term in each sum, and
     d(sum)/d(term) = 1, so a rank needs the gradients of all chunks."""
     N, r = group.size, group.rank
-    if group.communicator and tensor.numel() % N == 0:
-        run_native(REDUCE_SCATTER, group, own_chunk(tensor, group), flat(tensor),
+    if group.native and tensor.numel() % N == 0:
+        run_native(REDUCE_SCATTER, group, own_chunk(tensor, group), flat_view(tensor),
                    OPERATIONS[combine])
         return tensor
-    chunks = flat(tensor).tensor_split(N)  # flat views, as equal as n allows
+    chunks = flat_view(tensor).tensor_split(N)  # flat views, as equal as n allows
     for hop in range(N - 1):  # N = 4, r = 1: sends chunks 0 3 2, receives and adds 3 2 1
         out = chunks[(r - 1 - hop) % N]
         into = chunks[(r - 2 - hop) % N]
@@ -216,12 +213,12 @@ def all_gather(tensor, group):
     """In: chunk r of rank r is valid. Out: every rank has all chunks. Its backward is
     reduce_scatter: every rank used chunk r, so its gradient is the sum of the ranks' gradients."""
     N, r = group.size, group.rank
-    if group.communicator and tensor.numel() % N == 0:
+    if group.native and tensor.numel() % N == 0:
         own = own_chunk(tensor, group)
-        # gloo wants an input of its own
-        run_native(ALL_GATHER, group, flat(tensor), own if own.is_cuda else own.clone())
+        # gloo's input must not overlap its output
+        run_native(ALL_GATHER, group, flat_view(tensor), own if own.is_cuda else own.clone())
         return tensor
-    chunks = flat(tensor).tensor_split(N)  # flat views, as equal as n allows
+    chunks = flat_view(tensor).tensor_split(N)  # flat views, as equal as n allows
     for hop in range(N - 1):  # N = 4, r = 1: sends chunks 1 0 3, receives 0 3 2
         out = chunks[(r - hop) % N]
         into = chunks[(r - 1 - hop) % N]
@@ -232,15 +229,19 @@ def all_gather(tensor, group):
 def all_reduce_of_two(tensor, group, combine):
     """All-reduce of two ranks in one hop, not two: each sends all that it has, and adds. The bytes
     are the ring's, and so are the bits, because a + b = b + a."""
-    own = flat(tensor)
+    own = flat_view(tensor)
     group.exchange(own, group.next, own, group.prev, combine).wait()
     return tensor
 
 
 def all_reduce(tensor, group, combine=torch.Tensor.add_):
-    """In: every rank a full tensor. Out: every rank the sum, in place."""
-    if group.communicator:
-        run_native(dist.all_reduce, group, flat(tensor), OPERATIONS[combine])
+    """In: every rank a full tensor. Out: every rank the sum, in place.
+
+    In a model its backward depends on who uses the sum. If each rank's loss is a term of the total
+    loss: an all_reduce of the gradients. If all ranks compute the same loss from the sum: nothing
+    (sum_over_ranks in tensor_parallel.py)."""
+    if group.native:
+        run_native(dist.all_reduce, group, flat_view(tensor), OPERATIONS[combine])
         return tensor
     if group.size == 2:
         return all_reduce_of_two(tensor, group, combine)
@@ -267,7 +268,7 @@ def all_to_all(outputs, inputs, group):
 
 def scatter(tensor, group, root=0):
     """In: `root` a full tensor. Out: chunk r of rank r is root's; other chunks are unchanged."""
-    chunks = flat(tensor).tensor_split(group.size)
+    chunks = flat_view(tensor).tensor_split(group.size)
     if group.rank == root:
         wait_all([group.send(chunk, r) for r, chunk in enumerate(chunks) if r != root])
     else:
@@ -277,7 +278,7 @@ def scatter(tensor, group, root=0):
 
 def gather(tensor, group, root=0):
     """In: chunk r of rank r is valid. Out: `root` has all chunks; other ranks' are unchanged."""
-    chunks = flat(tensor).tensor_split(group.size)
+    chunks = flat_view(tensor).tensor_split(group.size)
     if group.rank == root:
         wait_all([group.recv(chunk, r) for r, chunk in enumerate(chunks) if r != root])
     else:
@@ -295,17 +296,3 @@ def reduce(tensor, group, root=0, combine=torch.Tensor.add_):
     """In: every rank a full tensor. Out: `root` has the sum; the others' chunks hold partial sums.
     """
     return gather(reduce_scatter(tensor, group, combine), group, root)
-
-
-class WithBackward(torch.autograd.Function):
-    """How messages become part of a model. y = WithBackward.apply(x, forward, backward) computes
-    y = forward(x); when autograd runs backward, grad_x = backward(grad_y)."""
-
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.backward_of_x = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.backward_of_x(grad), None, None

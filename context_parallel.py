@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of each sequence are split over the ranks of a group.
 
-Split: tokens, and so the activations of all layers. Replicated: weights; the ranks count among the
-replicas over which gradients are summed. In a layer only attention lets tokens meet, so only
+Split: tokens, and so the activations of all layers. Replicated: weights; their gradients are summed
+over the ranks, like those of data ranks. In a layer only attention lets tokens meet, so only
 attention sends. Elements that each of N ranks sends per block and microbatch:
 
     ring        keys and values go around the ring, 2 (N-1)/N B S C forward; in backward they go
@@ -139,7 +139,7 @@ def start_passing(x, group):
 
 
 def finish_passing(received, work):
-    """Wait for what start_passing() has started; return the previous rank's x."""
+    """Wait for start_passing(); return the previous rank's x."""
     work.wait()
     return received
 
@@ -273,24 +273,26 @@ def all_to_all_attention(q, k, v, group):
     return WithBackward.apply(y, back, there)
 
 
-KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
+ATTENTIONS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 
 
-def split_sequences(model, group, kind="ring"):
-    """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
-    is also the length of all sequences, is a multiple of 2 N; one of KINDS. After: its attention is
-    over the tokens of all ranks, and it knows this rank's positions, which are returned: feed the
-    model ids[:, positions].
+def split_sequences(model, group, attention="ring"):
+    """Prepare a model for this rank's tokens of each sequence.
 
-    Like replicas, the ranks see different tokens: tag_whole(model, mesh.group("shard", "ep", "cp"))
-    has their gradients summed."""
+    In: a model whose block_size, which is also the length of all sequences, is a multiple of 2 N.
+    attention: ring or all-to-all.
+    After: its attention is over the tokens of all ranks, and it knows this rank's positions, which
+    are returned: feed the model ids[:, positions].
+
+    Like data ranks, the ranks see different tokens, so they belong to the ZeRO group:
+    tag_whole(model, mesh.group("shard", "ep", "cp")) has their gradients summed."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     for module in model.positioned():
         module.positions = positions
 
     def attend(q, k, v):
         """Takes the place of Attention.attend (model.py)."""
-        return KINDS[kind](q, k, v, group)
+        return ATTENTIONS[attention](q, k, v, group)
 
     if group.size > 1:
         for block in model.layers[1:-1]:

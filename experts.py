@@ -10,14 +10,13 @@ Transformer, arXiv 2101.03961.
 Expert parallelism, GShard, arXiv 2006.16668. Split: rank e of E has n = n_experts / E experts, from
 expert e n on; their gradients are summed over the D/E ranks with the same experts. Replicated: the
 router. Dispatch: an all-to-all sends each token to the ranks of its experts. Combine: another one
-brings the outputs back. Sent per rank, layer and microbatch if the experts are even:
+brings the outputs back. Sent per rank, layer and microbatch if all experts get equally many tokens:
 k B S C (E-1)/E elements for k experts per token, as many back, and in backward the same two again.
 
     torchrun train.py --experts 8 --ep 4        python -m extras.show expert_parallel: on 4 ranks
 """
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -96,8 +95,7 @@ class Router(nn.Linear):
 
 
 class MixtureOfExperts(nn.Module):
-    """Replaces a block's MLP. spread_experts replaces two methods: run_experts, where experts are
-    on several ranks, and sum_counts, where ranks share a sequence."""
+    """A router and its experts, in place of a block's MLP."""
 
     def __init__(self, config):
         super().__init__()
@@ -109,6 +107,7 @@ class MixtureOfExperts(nn.Module):
         # get equally many tokens, more if few get most of them (DeepSeek-V3, arXiv 2412.19437)
         self.balance = None
 
+    # Replaced in replace_methods (below), where experts are on several ranks
     def run_experts(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
         Dispatch: each expert gets the tokens that chose it. Combine: the outputs of a token's k
@@ -125,6 +124,7 @@ class MixtureOfExperts(nn.Module):
             y.index_add_(0, token, gates[token, choice].unsqueeze(1) * output)
         return y.view_as(x)
 
+    # Replaced in replace_methods, where ranks share a sequence
     def sum_counts(self, counts):
         """counts (B, n_experts): how many of this process's tokens of each sequence chose each
         expert. Returns the counts of all tokens of the sequences: here this process has all."""
@@ -167,7 +167,11 @@ class MixtureGPT(GPT):
 
 
 class MixtureLlama(MixtureGPT, Llama):
-    """A Llama with experts in each block: MixtureGPT's methods, Llama's layers."""
+    """A Llama with experts in each block. Python looks for a method in MixtureGPT, then in Llama,
+    then in GPT: so super().__init__ in MixtureGPT is Llama's."""
+
+
+# ---- the model of a config (here, because this file knows all four classes) ----
 
 
 def kind_of(config):
@@ -222,7 +226,7 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     (B, S, C)."""
     tokens = x.flatten(0, 1)  # (B * S, C)
     k = chosen.size(-1)
-    # An assignment is a token and one of its k experts: assignment a is of token a // k.
+    # An assignment is a token and one of its k experts: assignment a belongs to token a // k.
     # Sorted by expert, and so by rank: rank 0 has the first n experts, rank 1 the next n.
     chosen = chosen.flatten()  # (B * S * k,)
     order = chosen.argsort(stable=True)
@@ -246,6 +250,22 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     return y.view_as(x)
 
 
+def replace_methods(layer, group, share_sequences):
+    """Replace the two methods of a MixtureOfExperts that need messages. share_sequences: groups
+    whose ranks have different tokens of the same sequences."""
+    def run_experts(x, gates, chosen):
+        return dispatch_and_combine(x, gates, chosen, layer.experts, group)
+
+    def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
+        for ranks in share_sequences:
+            all_reduce(counts, ranks)
+        return counts
+
+    if group.size > 1:
+        layer.run_experts = run_experts
+    layer.sum_counts = sum_counts
+
+
 def spread_experts(model, mesh, sp=False):
     """Give each rank its experts: those of a block are shared by the E ranks of the axis ep and,
     under sp, where tensor ranks have different tokens, by the T ranks of the axis tp as well.
@@ -256,33 +276,27 @@ def spread_experts(model, mesh, sp=False):
     to be summed over the ranks that hold the same experts.
 
     Without sp each of T tensor ranks has all tokens, and all experts of its place on the axis ep: T
-    ranks repeat the same work."""
+    ranks repeat the same work.
+
+    An expert's tag         without sp                      with sp
+        sum_over            shard x cp, then rep            shard x cp, then rep
+        shared_by           rep and tp                      rep (tensor ranks hold other experts)"""
+    tp = mesh.group("tp")
     group = mesh.group("ep", "tp") if sp else mesh.group("ep")
     same_experts = mesh.group("shard", "cp")
-    share_sequences = [mesh.group("cp"), *([mesh.group("tp")] if sp else [])]
-
-    def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
-        for ranks in share_sequences:
-            all_reduce(counts, ranks)
-        return counts
-
+    share_sequences = [mesh.group("cp"), tp] if sp else [mesh.group("cp")]
     for block in model.layers[1:-1]:
         layer = block.mlp
-        n, rest = divmod(layer.n_experts, group.size)
-        if rest:
-            raise ValueError(f"--experts {layer.n_experts} must be a multiple of {group.size}, the "
-                             "ranks that share them")
+        n = layer.n_experts // group.size
         own = (group.rank * n, (group.rank + 1) * n)
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                # Groups of replicas that hold the same shard (--shard); and, without sp, the tensor
-                # ranks, which hold the same experts
-                others = [ranks for ranks in full.tag.shared_by
-                          if not (sp and ranks is mesh.group("tp"))]
-                sums = [ranks for ranks in full.tag.sum_over[1:] if ranks in others]
-                tag = replace(full.tag, ranges=(own,), shared_by=(*others,),
+                _, *sums = full.tag.sum_over
+                shared_by = full.tag.shared_by
+                if sp:
+                    sums = [ranks for ranks in sums if ranks is not tp]
+                    shared_by = tuple(ranks for ranks in shared_by if ranks is not tp)
+                tag = replace(full.tag, ranges=(own,), shared_by=shared_by,
                               sum_over=(same_experts, *sums))
                 setattr(stack, name, take_slice(full, tag))
-        if group.size > 1:
-            layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
-        layer.sum_counts = sum_counts
+        replace_methods(layer, group, share_sequences)

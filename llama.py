@@ -28,6 +28,9 @@ import torch.nn.functional as F
 
 from model import GPT, Attention, Block, Embedding, Head, embedding, positions_of
 
+# The classes below inherit methods only from those of model.py: each __init__ makes all modules
+# itself, so it calls nn.Module.__init__ and skips its parent's
+
 
 class LlamaEmbedding(Embedding):
     def __init__(self, config):
@@ -44,10 +47,10 @@ class LlamaEmbedding(Embedding):
 # product in which only p - p' is left.
 
 
-def frequencies(config, dtype):
+def frequencies(config, dtype, device):
     """(hs/2,): theta^(-2i/hs), the angle between two neighbouring positions."""
     hs = config.hs
-    frequency = config.rope_theta ** (-torch.arange(0, hs, 2, dtype=dtype) / hs)
+    frequency = config.rope_theta ** (-torch.arange(0, hs, 2, dtype=dtype, device=device) / hs)
     return stretch(frequency, config.rope_scaling) if config.rope_scaling else frequency
 
 
@@ -81,7 +84,7 @@ class LlamaAttention(Attention):
         nn.Module.__init__(self)
         self.config = config
         self.head_dim = config.hs
-        self.queries = config.n_head // config.n_kv_head  # query heads that share a key head
+        self.queries_per_key = config.n_head // config.n_kv_head  # heads
         self.parts = (config.query_width, config.kv_width, config.kv_width)  # rows for q, k, v
         self.c_attn = nn.Linear(config.n_embd, sum(self.parts), bias=config.qkv_bias)
         self.c_proj = nn.Linear(config.query_width, config.n_embd, bias=False)
@@ -94,11 +97,11 @@ class LlamaAttention(Attention):
     def forward(self, x):  # (B, S, C)
         qkv = self.c_attn(x)  # (B, S, (nh + 2 n_kv) * hs), or 1/T of it where c_attn is split
         wide = torch.promote_types(x.dtype, torch.float)  # angles have 32 bits at least
-        frequency = frequencies(self.config, wide).to(x.device)
+        frequency = frequencies(self.config, wide, x.device)
         angles = positions_of(qkv, self.positions).unsqueeze(1) * frequency  # (S, hs/2)
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, S, heads, hs)
-        n_kv = heads.size(2) // (self.queries + 2)
-        q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=2)
+        n_kv = heads.size(2) // (self.queries_per_key + 2)
+        q, k, v = heads.split((self.queries_per_key * n_kv, n_kv, n_kv), dim=2)
         # A view of v would keep all of qkv in memory until backward; q and k are new tensors
         q, k, v = rotate(self.ln_q(q), angles), rotate(self.ln_k(k), angles), v.contiguous()
         y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)

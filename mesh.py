@@ -4,21 +4,19 @@ N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D,
 number ranks machine by machine: neighbours in number share the fast links of a machine, ranks far
 apart talk over the network. So the axis that talks most comes last (innermost):
 
-    rep    replicas of shards     once per step
-    shard  data parallel          once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
-    pp     pipeline               twice per microbatch and boundary of stages: forward, backward
-    ep     expert parallel        four all-to-alls of tokens per layer and microbatch
-    cp     context parallel       in each hop of each attention layer, forward and backward
-    tp     tensor parallel        four all-reduces per layer and microbatch, plus embedding and head
+    axis   splits                   messages
+    rep    the batch                once per step, if ZeRO shards over fewer ranks (--shard)
+    shard  the batch                once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
+    pp     the layers               twice per microbatch and boundary of stages: forward, backward
+    ep     the batch, the experts   four all-to-alls of tokens per layer and microbatch
+    cp     the tokens of a sequence in each hop of each attention layer, forward and backward
+    tp     matrices                 four all-reduces per layer and microbatch; embedding and head
 
 The D data ranks (--dp) are the axes rep, shard and ep together: mesh.group("dp") is all of them.
 Without --shard and --ep the axis shard has all D. --shard R: ZeRO shards over R data ranks, so rep
 has D/R; --ep E: E data ranks share the experts, so shard has R/E.
 
-A group along some axes: the ranks that differ in these axes only. With D = P = T = 2 and rank 5,
-mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is one full copy of
-the model (a replica). A collective (an operation that all ranks of a group call together) does
-nothing in a group of one, so the code that trains need not ask for sizes.
+A group along some axes: the ranks that differ in these axes only (drawn below).
 
     python -m extras.show mesh 2 2 1 1 2    prints the ranks and groups of dp 2 pp 2 ep 1 cp 1 tp 2
 """
@@ -37,19 +35,39 @@ from transport.nccl import Nccl
 
 DATA = ("rep", "shard", "ep")  # the axes of the data ranks
 
+# D = P = T = 2. A rank's number is 4 d + 2 p + t:
+#
+#                        d = 0                        d = 1
+#                 t = 0       t = 1            t = 0       t = 1
+#                +-----+     +-----+          +-----+     +-----+
+#      p = 0     |  0  | tp  |  1  |          |  4  | tp  |  5  |
+#                +-----+     +-----+          +-----+     +-----+
+#                  pp          pp               pp          pp
+#                +-----+     +-----+          +-----+     +-----+
+#      p = 1     |  2  | tp  |  3  |          |  6  | tp  |  7  |
+#                +-----+     +-----+          +-----+     +-----+
+#
+#   group("tp")         rows                         [0 1] [2 3] [4 5] [6 7]
+#   group("pp")         columns                      [0 2] [1 3] [4 6] [5 7]
+#   group("dp")         the same place on each side  [0 4] [1 5] [2 6] [3 7]
+#   group("pp", "tp")   a side: one full copy of the model, a replica      [0 1 2 3] [4 5 6 7]
+#   group("dp", "tp")   the same row on each side                          [0 1 4 5] [2 3 6 7]
+
 
 def lay_out(sizes, axes):
     """The groups along `axes` of a mesh {axis: size}: lists of ranks, one list for each group. An
     axis that the mesh does not have has size 1; "dp" stands for the axes in DATA.
 
-    sizes = {shard: 2, pp: 2, tp: 2}: axes [tp] gives [0 1] [2 3] [4 5] [6 7]; [pp] gives [0 2]
-    [1 3] [4 6] [5 7]; [shard, tp], and [dp, tp] too, gives [0 1 4 5] [2 3 6 7]."""
-    # "dp" becomes rep, shard, ep. Move the dims of the axes to the end, then each row is a group
-    axes = [one for axis in axes for one in (DATA if axis == "dp" else (axis,))]
+    sizes = {shard: 2, pp: 2, tp: 2}, axes [dp, tp]: [[0, 1, 4, 5], [2, 3, 6, 7]]."""
+    wanted = []
+    for axis in axes:
+        wanted += DATA if axis == "dp" else [axis]
+    wanted = [axis for axis in wanted if axis in sizes]
+    # Move the dims of the wanted axes to the end: then each row is a group
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    dims = [list(sizes).index(axis) for axis in axes if axis in sizes]
+    dims = [list(sizes).index(axis) for axis in wanted]
     last = list(range(-len(dims), 0))
-    size = math.prod(sizes.get(axis, 1) for axis in axes)
+    size = math.prod(sizes[axis] for axis in wanted)
     return ranks.movedim(dims, last).reshape(-1, size).tolist()
 
 
@@ -58,8 +76,8 @@ def connection_options(device, timeout):
     share. timeout: seconds. On GPUs NCCL carries the messages."""
     if device.type != "cuda":
         return {"timeout": timedelta(seconds=timeout)}
-    # Twice: our own check (start_read in transport/nccl.py) is to fire first; at this limit NCCL's
-    # watchdog kills the process
+    # Twice our timeout, so that our own check (start_read in transport/nccl.py) reports first: at
+    # this limit NCCL's watchdog kills the process
     limit = timedelta(seconds=2 * timeout)
     # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait
     # behind the matrix products that the GPU already has to do, whatever the priority of the stream
@@ -90,7 +108,7 @@ class Mesh:
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
         self.groups = {}  # groups made so far, by name
         self.world = self.join("world", [list(range(world))])
-        # Runs what is to go on while the rank computes (ddp.py, zero.py)
+        # Runs messages while the rank computes (ddp.py, zero.py)
         self.background = Background(self.device)
 
     def group(self, *axes):
@@ -98,41 +116,43 @@ class Mesh:
         not wait behind those of another group."""
         return self.join("_".join(axes), lay_out(self.sizes, axes))
 
-    def place(self, *axes):
+    def index_and_size(self, *axes):
         """(index, size): this rank's index in its group along these axes, and the number of ranks
         in that group. Needs no communicator."""
-        row = next(row for row in lay_out(self.sizes, axes) if self.rank in row)
-        return row.index(self.rank), len(row)
+        ranks = next(ranks for ranks in lay_out(self.sizes, axes) if self.rank in ranks)
+        return ranks.index(self.rank), len(ranks)
 
     def ends(self, axis):
         """The first and the last rank along an axis, as a group; a rank between them is alone."""
-        rows = [sorted({row[0], row[-1]}) for row in lay_out(self.sizes, [axis])]
-        return self.join(axis + "_ends", rows)
+        pairs = [sorted({ranks[0], ranks[-1]}) for ranks in lay_out(self.sizes, [axis])]
+        return self.join(axis + "_ends", pairs)
 
-    def join(self, name, rows):
-        """This rank's group called `name`. rows: the ranks of every group of that name. Every rank
-        makes the communicators of all rows, also of those it is not in, because torch demands
-        that."""
+    def join(self, name, all_ranks):
+        """This rank's group called `name`. all_ranks: the ranks of every group of that name. Every
+        rank makes the communicators of all of these groups, also of those that it is not in,
+        because torch demands that."""
         if name not in self.groups:
-            mine = Group(name, self.device, [self.rank], 0)  # alone, if no row has this rank
-            for ranks in rows:
+            mine = Group(name, self.device, [self.rank], 0)  # alone, if no group has this rank
+            for ranks in all_ranks:
                 if len(ranks) > 1:
                     with naming(f"rank {self.rank}: joining group {name}"):
-                        # NCCL sends to higher and to lower ranks on two (transport/nccl.py)
+                        # NCCL: one communicator for sends to higher ranks, one for sends to lower
+                        # ranks (transport/nccl.py)
                         ways = 2 if self.device.type == "cuda" else 1
-                        communicators = [self.communicator(ranks) for _ in range(ways)]
+                        communicators = [self.new_communicator(ranks) for _ in range(ways)]
                         if self.rank in ranks:
                             mine = self.connect(name, ranks, communicators)
             self.groups[name] = mine
         return self.groups[name]
 
-    def communicator(self, ranks):
+    def new_communicator(self, ranks):
         """Returns a new ProcessGroup of torch. All ranks of the world call this, in the same order.
         """
         return dist.new_group(ranks, **connection_options(self.device, self.timeout))
 
     def connect(self, name, ranks, communicators):
-        """This rank's group of these ranks, with what carries its messages. All of them call."""
+        """This rank's group of these ranks, with the carrier of its messages. Every rank of the
+        group calls this."""
         rank = ranks.index(self.rank)
         if self.device.type == "cuda":
             carrier = Nccl(*communicators, rank, self.timeout)
@@ -147,12 +167,12 @@ def grid(sizes):
     """The ranks as text: a row for each group of tensor ranks, with its places on the other axes
     (those of size 1 are left out). d: number of the data rank.
     {shard: 2, pp: 1, tp: 2} gives "  d=0  ranks  0  1" and "  d=1  ranks  2  3"."""
-    rows = []
+    lines = []
     for ranks in lay_out(sizes, ["tp"]):
-        row = "  "
+        line = "  "
         for axis in ("dp", "pp", "cp"):
             mine = next(group for group in lay_out(sizes, [axis]) if ranks[0] in group)
             if len(mine) > 1:
-                row += f"{axis[0]}={mine.index(ranks[0])} "
-        rows.append(f"{row} ranks " + " ".join(f"{rank:2d}" for rank in ranks))
-    return "\n".join(rows)
+                line += f"{axis[0]}={mine.index(ranks[0])} "
+        lines.append(f"{line} ranks " + " ".join(f"{rank:2d}" for rank in ranks))
+    return "\n".join(lines)

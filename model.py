@@ -9,10 +9,16 @@ C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
     parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C           (arXiv 2104.04473)
     FLOPs per token, forward and backward = 6 Psi + 12 L C S              (arXiv 2204.02311)
 
-A technique that splits the model replaces matrices of these layers, the head (a rank has only some
-words), sets Embedding.positions (a rank has only some tokens), and replaces Attention.attend
-(tokens are on several ranks). `parts`: sizes of the matrices that lie in one tensor; tensor
-parallelism splits each of them. experts.py has GPTs with experts, llama.py a Llama.
+Other files replace or set parts of these layers:
+
+    c_attn, c_fc, c_proj, wte, Head   matrices are split     split_matrices    tensor_parallel.py
+    Embedding.positions               tokens are split       split_sequences   context_parallel.py
+    Attention.attend                  tokens are split       split_sequences   context_parallel.py
+                                      a cache of keys        generate          sample.py
+    Block.mlp                         experts                MixtureGPT        experts.py
+
+`parts`: sizes of the matrices that lie in one tensor; tensor parallelism splits each of them.
+experts.py has GPTs with experts, llama.py a Llama.
 """
 
 import hashlib
@@ -25,8 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def embedding(n, width):
-    """nn.Embedding without random values: build() fills it. (On train.py's meta device, where
-    tensors have no memory, nn.Embedding's draw would import torch.compile, which takes seconds.)"""
+    """nn.Embedding without random values: build() fills it, in train.py ddp.Flat. (On train.py's
+    meta device, where tensors have no memory, nn.Embedding's draw would import torch.compile, which
+    takes seconds.)"""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
@@ -52,8 +59,8 @@ class Embedding(nn.Module):
 def causal_attention(q, k, v):
     """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs). In
     sample.py q may be the last token alone, which sees all keys. In llama.py k and v have fewer
-    heads, each for several heads of q. The same for tokens on
-    several ranks: ring_attention in context_parallel.py."""
+    heads, each for several heads of q. The same for tokens on several ranks: ring_attention in
+    context_parallel.py."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
 
 
@@ -112,8 +119,8 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# The target of a padding token, which adds nothing to the loss or to a gradient. The number is
-# torch's ignore_index, with which other libraries' batches come
+# The target of a padding token, which adds nothing to the loss or to a gradient: torch's default
+# ignore_index
 ABSENT = -100
 
 
@@ -130,13 +137,10 @@ class Head(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
-    def loss(self, logits, targets):  # (B, S, V), (B, S)
-        return cross_entropy(logits, targets)
-
     def forward(self, x, targets=None):
         """x (B, S, C) -> logits (B, S, V); given targets (B, S): the loss, summed over tokens."""
         logits = self.lm_head(self.ln_f(x))
-        return logits if targets is None else self.loss(logits, targets)
+        return logits if targets is None else cross_entropy(logits, targets)
 
 
 UNTIED = "lm_head.weight"  # the head's matrix has this name if it is not the embedding's
@@ -186,8 +190,8 @@ def initial_value(name, shape, config, seed):
     """The full initial value of a parameter, float32 on CPU. It depends on the seed, the canonical
     name and the model's sizes, never on the layout: each layout draws the same full tensor, then
     slices it. Matrices have GPT-2's standard deviation, 0.02 at width 768: here 0.02 sqrt(768 / C)
-    at width C. Projections into the residual stream are divided by sqrt(2 L); biases
-    are 0, LayerNorm weights 1."""
+    at width C. Projections into the residual stream are divided by sqrt(2 L); biases are 0,
+    LayerNorm weights 1."""
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:
@@ -202,7 +206,6 @@ def initial_value(name, shape, config, seed):
 def build(config, seed=0, dtype=torch.float32, kind=GPT):
     """The whole, unsplit model with its initial values, the same on every rank that calls it. kind:
     GPT, or a subclass (experts.kind_of)."""
-    assert not (kind is GPT and config.n_experts), "experts.MixtureGPT is the GPT with experts"
     model = kind(config).to(dtype)
     for name, param in model.canonical_parameters():
         param.data.copy_(initial_value(name, param.shape, config, seed))

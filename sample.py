@@ -34,7 +34,7 @@ def read_flags():
                               ("temperature", 0, 1e308), ("top_k", 0, 2**31)):
         value = getattr(args, name)
         if not least <= value <= most:
-            parser.error(f"--{name.replace('_', '-')} {value} must be from {least} to {most:g}")
+            parser.error(f"--{name.replace('_', '-')} {value} must be from {least} to {most}")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed} must be at least 0, and below 2^63")
     return args
@@ -76,7 +76,7 @@ def pick_tokens(logits, temperature, top_k, rng):
     top, tokens = logits.topk(min(top_k or V, V))  # sorted, the likeliest first
     if temperature == 0:
         return tokens[:, :1]
-    # in float64, with the largest logit at 0: no overflow however small the temperature
+    # Weights in float64, with the largest logit at 0: no overflow however small the temperature
     weights = ((top - top[:, :1]).double() / temperature).softmax(1)
     return tokens.gather(1, torch.multinomial(weights, 1, generator=rng))
 
@@ -131,7 +131,7 @@ def sample_text(folder, data):
     this process. If that fails, return the reason: no run fails because of its sample."""
     try:
         model = load_model(folder)
-        ids, = generate(model, data.val[:16].tolist(), n=96)
+        ids = generate(model, data.val[:16].tolist(), n=96)[0]
         text = load_tokenizer(data.folder).decode(ids)
     except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
         text = f"(none: {error})"

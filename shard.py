@@ -3,11 +3,13 @@
 The sum of gradients, the global norm, ZeRO, initial values and checkpoints read the tag, and know
 no technique by name. Each technique writes into the tag:
 
-    data and context     gradients are to be summed over the replicas, which see different tokens
+    data and context     gradients are to be summed over the ranks that see different tokens: the
+                         ZeRO group, because ZeRO shards over the same ranks
     tensor parallelism   a rank holds these rows or columns, or all T ranks hold the whole
                          (replicated); under sequence parallelism the T ranks see different tokens,
                          so gradients of replicated parameters are summed over them
-    expert parallelism   a rank holds these experts; sum over the replicas that hold the same ones
+    expert parallelism   a rank holds these experts; their ZeRO group is the ranks that hold the
+                         same experts
     pipeline             two stages hold the tied embedding, each with one term of its gradient
 """
 
@@ -15,6 +17,20 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+
+# Four tags for D = T = 2, with four experts on two data ranks (--ep 2). Letters: the part of the
+# full parameter that a rank holds
+#
+#                                       rank 0   rank 1   rank 2   rank 3
+#   parameter   full     split by       d=0 t=0  d=0 t=1  d=1 t=0  d=1 t=1   sum_over   shared_by
+#   c_attn      QQKKVV   rows of q k v  Q.K.V.   .Q.K.V   Q.K.V.   .Q.K.V    dp         -
+#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      dp         tp
+#   wte         WWWW     rows           WW..     ..WW     WW..     ..WW      dp         -
+#   experts     ABCD     experts        AB..     AB..     ..CD     ..CD      alone      tp
+#
+# dp: the group of the data ranks, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone: a group of one rank.
+# With --sp tensor ranks see different tokens: LayerNorm's sum_over is dp, tp, and each of the four
+# ranks has one expert
 
 
 @dataclass
@@ -24,11 +40,14 @@ class Tag:
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
     # The tensor ranks that hold the other slices (set in split()). None: not split over them, like
-    # an expert, which its rank holds whole
+    # an expert, which its rank holds whole. Nothing in the root reads this; a fork that needs a
+    # whole matrix does (extras/forks/muon.py)
     split_over: object = None
-    shared_by: tuple = ()  # groups, other than the replicas, whose ranks all hold this slice
-    # Groups over which the terms of the gradient are to be summed. First the replicas, over which
-    # ZeRO shards; then the others.
+    # Groups whose ranks all hold this slice. The ZeRO group is not listed here, because ZeRO may
+    # leave each of its ranks only a chunk of the slice
+    shared_by: tuple = ()
+    # Groups over which the terms of the gradient are to be summed. First the ZeRO group: ranks that
+    # see different tokens, and over which ZeRO shards
     sum_over: tuple = ()
 
     @property
@@ -39,19 +58,20 @@ class Tag:
 
     @property
     def num_sharing(self):
-        """How many ranks share this slice, if all replicas (sum_over[0]) count as one rank."""
+        """How many ranks share this slice, if the whole ZeRO group counts as one rank. In the
+        picture: 1 for c_attn, 2 for LayerNorm (the tensor ranks)."""
         return math.prod(group.size for group in self.shared_by)
 
     def holders(self, sharded):
-        """How many ranks of the world hold the same gradient: this slice's or, if `sharded`, the
-        gradient of a chunk of it. (ZeRO shards over the replicas, so no two of them hold the same
-        chunk.)"""
+        """How many ranks of the world hold the same summed gradient: that of this slice or, if
+        ZeRO has sharded it, that of a chunk. (No two ranks of a ZeRO group hold the same chunk.) In
+        the picture, not sharded and sharded: 2 and 1 for c_attn, 4 and 2 for LayerNorm."""
         return self.num_sharing * (1 if sharded else self.sum_over[0].size)
 
     @property
-    def first(self):
-        """Is this rank the first in each group of shared_by? (run/checkpoint.py lets only this one
-        of the `num_sharing` ranks write the slice.)"""
+    def writes_checkpoint(self):
+        """Is this rank the first in each group of shared_by? In run/checkpoint.py only this one of
+        the `num_sharing` ranks writes the slice."""
         return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):
@@ -64,8 +84,8 @@ class Tag:
         # which takes seconds
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
-    def place(self, part, full):
-        """The inverse of slice(): copy this rank's part to its place in the full tensor."""
+    def put(self, part, full):
+        """The inverse of slice(): copy this rank's part into the full tensor."""
         sizes = [stop - start for start, stop in self.ranges]
         for (start, stop), values in zip(self.ranges, part.split(sizes, self.dim), strict=True):
             full.narrow(self.dim, start, stop - start).copy_(values)
@@ -99,14 +119,14 @@ def bounds(n, group):
     return start, start + each + (1 if group.rank < more else 0)
 
 
-def tag_whole(model, replicas, rep=None):
-    """Tag every parameter of a model as whole, its gradient to be summed over the group `replicas`,
-    over which ZeRO shards. rep: the group along the mesh's axis of this name, whose ranks hold the
-    same shard (hybrid sharding); the gradient is to be summed over it, too."""
+def tag_whole(model, zero_group, rep=None):
+    """Tag every parameter of a model as whole, its gradient to be summed over the ZeRO group. rep:
+    the group along the mesh's axis of this name, whose ranks hold the same shard (hybrid sharding);
+    the gradient is to be summed over it, too."""
     others = (rep,) if rep and rep.size > 1 else ()
     for name, param in model.canonical_parameters():
         param.tag = Tag(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
-                            sum_over=(replicas, *others))
+                        sum_over=(zero_group, *others))
 
 
 def take_slice(full, tag):
@@ -125,9 +145,9 @@ def split(full, dim, group, parts=()):
     if full is None:
         return None
     ranges = []
-    begin = 0  # where the part begins
+    offset = 0  # where the part begins
     for size in parts or (full.size(dim),):
         start, stop = bounds(size, group)
-        ranges.append((begin + start, begin + stop))
-        begin += size
+        ranges.append((offset + start, offset + stop))
+        offset += size
     return take_slice(full, replace(full.tag, dim=dim, ranges=tuple(ranges), split_over=group))

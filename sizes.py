@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
 # (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products: NVIDIA's data
-# sheets). The first row counts whose words are all there
+# sheets). Take the first row whose words all occur
 TFLOPS = ((("h200", "nvl"), 835), (("h200",), 989), (("h100", "nvl"), 835), (("h100", "pcie"), 756),
           (("h100",), 989), (("a100",), 312), (("v100", "pcie"), 112), (("v100",), 125))
 
@@ -38,11 +38,12 @@ class GPTConfig:
         """Forward FLOPs per token of each layer: [embedding, block, ..., block, head].
         schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
-        # 2 FLOPs for each weight; 4 C S for scores and values, masked ones too (C: all heads of
-        # queries); 2 C n_experts for the router
-        attention = 4 * self.query_width * self.block_size
-        block = 2 * self.block_weights() + attention + 2 * C * self.n_experts
-        return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
+        matrices = 2 * self.block_weights()  # 2 FLOPs for each weight
+        attention = 4 * self.query_width * self.block_size  # scores and values, masked ones too
+        router = 2 * C * self.n_experts
+        block = matrices + attention + router
+        head = 2 * C * self.vocab_size
+        return [0, *[block] * self.n_layer, head]
 
     def block_weights(self):
         """Elements of the matrices of a block that a token runs through. Experts do not change
@@ -104,17 +105,17 @@ class LlamaConfig(GPTConfig):
 
 def config_of(cfg, vocab_size):
     """The GPTConfig or LlamaConfig that a Config (run/flags.py) describes."""
-    kind = GPTConfig if cfg.arch == "gpt2" else LlamaConfig
-    given = {f.name: getattr(cfg, f.name) for f in fields(kind) if hasattr(cfg, f.name)}
+    config_class = GPTConfig if cfg.arch == "gpt2" else LlamaConfig
+    given = {f.name: getattr(cfg, f.name) for f in fields(config_class) if hasattr(cfg, f.name)}
     given["vocab_size"] = vocab_size
     if cfg.experts:
         given["n_experts"] = cfg.experts
     else:
         given.pop("top_k")  # without experts the flag has no effect: keep the default
-    if kind is LlamaConfig:
+    if config_class is LlamaConfig:
         given.update(tied=not cfg.untied, qkv_bias=cfg.arch == "qwen2",
                      qk_norm=cfg.arch == "qwen3")
-    return kind(**given)
+    return config_class(**given)
 
 
 def config_from(values):
@@ -137,6 +138,7 @@ def bytes_per_parameter(zero, ranks, width=2):
     width: bytes of a weight and of a gradient. 16-bit training (width 2) keeps 32-bit master
     weights, 4 bytes, and AdamW's two moments, 8: 2 + 2 + 12 = 16. Wider weights are their own
     master: width 4 takes 4 + 4 + 8 = 16."""
-    optimizer = 12 if width == 2 else 2 * width
-    return (width / (ranks if zero >= 3 else 1), width / (ranks if zero >= 2 else 1),
-            optimizer / (ranks if zero >= 1 else 1))
+    weights = width / (ranks if zero >= 3 else 1)
+    gradients = width / (ranks if zero >= 2 else 1)
+    optimizer = (12 if width == 2 else 2 * width) / (ranks if zero >= 1 else 1)
+    return weights, gradients, optimizer

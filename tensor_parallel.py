@@ -11,8 +11,8 @@ Sent per rank, block and microbatch: four all-reduces of the activation (two for
 4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss gathers
 T-1 numbers per token. --sp sends as much, in other pieces, and once a step the gradients of
 replicated parameters. Held: 1/T of the matrices, and of the activations inside of attention and
-MLP; with --sp also between them, but for a column's gathered input, which backward needs whole: two
-per block. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
+MLP; with --sp also of those between them, except the two gathered inputs of columns per block,
+which backward needs whole. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
 
     torchrun train.py --tp 2 --sp        python -m extras.show tensor_parallel: a GPT on 4 ranks
 """
@@ -176,10 +176,10 @@ class VocabularyEmbedding(nn.Module):
         return self.g(rows.masked_fill(outside.unsqueeze(-1), 0), self.group)  # (B, S, C)
 
 
-def tokens_of_chunk(x, weight):
+def tokens_at_a_time(x, weight):
     """How many tokens VocabularyLoss takes at a time: as many as the model is wide, so that their
-    logits are as large as the gradient of the matrix; at least 256, because each chunk costs
-    launches and messages. On a GPU as many as have 1.3e8 logits, if those are more."""
+    logits are as large as the gradient of the matrix; at least 256, because each pass of the loop
+    costs launches and messages. On a GPU as many as have 1.3e8 logits, if those are more."""
     tokens = max(x.size(-1), 256)
     return tokens if x.device.type == "cpu" else max(tokens, (1 << 27) // weight.size(0))
 
@@ -209,36 +209,37 @@ class VocabularyLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, words, group):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
-        grad_x = []  # gradients of the chunks of x: each tensor rank has a term of the sum
+        grad_x = []  # gradients of some tokens each: each tensor rank has a term of the sum
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         loss = x.new_zeros((), dtype=wide)
-        of_targets = x.new_zeros(1, dtype=wide)  # sum of the targets' logits, partial over tp
-        n = tokens_of_chunk(x, weight)
-        for chunk, wanted in zip(x.split(n), targets.split(n), strict=True):
-            logits = (chunk @ weight.t()).to(wide)  # (n, V/T)
+        target_logits = x.new_zeros(1, dtype=wide)  # sum of the targets' logits, partial over tp
+        n = tokens_at_a_time(x, weight)
+        for some, wanted in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
+            logits = (some @ weight.t()).to(wide)  # (n, V/T)
             local, outside = (each.unsqueeze(-1) for each in to_local(wanted, *words))
             absent = (wanted == ABSENT).unsqueeze(-1)
-            of_targets += logits.gather(-1, local).masked_fill(outside, 0).sum()
+            target_logits += logits.gather(-1, local).masked_fill(outside, 0).sum()
             shares = logits.softmax(-1)  # probabilities among this rank's words
             # The largest share is exp(largest logit - log_sum)
             log_sum = logits.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()  # (n, 1)
             if group.size > 1:
-                of_ranks = log_sum.new_empty(group.size, len(chunk))
-                of_ranks[group.rank] = log_sum.squeeze(-1)
-                of_all = all_gather(of_ranks, group).logsumexp(0).unsqueeze(-1)
-                shares *= (log_sum - of_all).exp()  # probabilities among all words
-                log_sum = of_all
+                rank_log_sums = log_sum.new_empty(group.size, len(some))  # (T, n)
+                rank_log_sums[group.rank] = log_sum.squeeze(-1)
+                full_log_sum = all_gather(rank_log_sums, group).logsumexp(0).unsqueeze(-1)
+                shares *= (log_sum - full_log_sum).exp()  # probabilities among all words
+                log_sum = full_log_sum
             loss += log_sum.masked_fill(absent, 0).sum()
             if needs_x or needs_weight:
                 grad = shares.scatter_add_(-1, local, outside.to(wide) - 1)
                 grad = grad.masked_fill_(absent, 0).to(x.dtype)
-                grad_x.append(grad @ weight if needs_x else chunk[:0])
+            if needs_x:
+                grad_x.append(grad @ weight)
             if needs_weight:
-                add_product(grad_weight, grad, chunk)
+                add_product(grad_weight, grad, some)
         grad_x = torch.cat(grad_x) if needs_x else None
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.dtype = weight.dtype
-        return loss - all_reduce(of_targets, group)[0]
+        return loss - all_reduce(target_logits, group)[0]
 
     @staticmethod
     def backward(ctx, grad):
@@ -252,7 +253,8 @@ class VocabularyLoss(torch.autograd.Function):
 
 class VocabularyHead(nn.Module):
     """model.Head, whose matrix is split along the vocabulary: rank t computes the logits of its
-    words."""
+    words. The matrix stays in head.lm_head, where split_matrices replaces it by this rank's slice.
+    """
 
     def __init__(self, head, group, f):
         super().__init__()
@@ -262,9 +264,12 @@ class VocabularyHead(nn.Module):
 
     def forward(self, x, targets):  # (B, S, C), with --sp (B, S/T, C); (B, S)
         weight = self.lm_head.weight
+        words = weight.tag.ranges[0]
         x = self.f(self.ln_f(x), self.group)  # (B, S, C)
-        return VocabularyLoss.apply(x.flatten(0, 1), weight, targets.flatten(),
-                                    weight.tag.ranges[0], self.group)
+        # A validation needs no gradient. Without detach() VocabularyLoss would compute that of the
+        # weight: ctx.needs_input_grad ignores no_grad
+        weight = weight if torch.is_grad_enabled() else weight.detach()
+        return VocabularyLoss.apply(x.flatten(0, 1), weight, targets.flatten(), words, self.group)
 
 
 # ---- a whole model ----
@@ -272,26 +277,28 @@ class VocabularyHead(nn.Module):
 
 def tag_replicated(model, group, sum_gradients):
     """Tag each parameter that is still whole as held by all ranks of the group. sum_gradients: the
-    ranks see different tokens, so gradients of whole parameters are to be summed over the group. So
-    are, in any case, those of Qwen3's norms of queries and keys, which see a rank's own heads."""
-    of_own_heads = {param for block in model.layers[1:-1]
-                    for name, param in block.attn.named_parameters() if name.startswith("ln_")}
+    ranks see different tokens, so gradients of whole parameters are to be summed over the group.
+    Gradients of the norms of queries and keys (Qwen3) are always summed: each rank's norms see only
+    its heads."""
+    head_norms = {param for block in model.layers[1:-1]
+                  for name, param in block.attn.named_parameters() if name.startswith("ln_")}
     for param in model.parameters():
         if param.shape == param.tag.shape:
             param.tag.shared_by += (group,)
-            if sum_gradients or param in of_own_heads:
+            if sum_gradients or param in head_norms:
                 param.tag.sum_over += (group,)
 
 
 def split_matrices(model, group, sp=False, deferred=None):
-    """In: a whole, tagged model. After: each parameter is this rank's slice, tagged as such, or is
-    tagged as held by all ranks of the group; its layers are the parallel ones above.
+    """Replace the matrices of a model by this rank's slices.
 
-    sp: sequence parallelism; T must divide S (with context parallelism over N ranks: S/N), the
-    gradients of replicated parameters are to be summed over the group, and split_sequences has set
-    the model's positions. deferred: the list in which a backward leaves the gradients of matrices
-    (DeferredProduct). In a group of one the blocks stay as they are, unless gradients are
-    deferred."""
+    In: a whole, tagged model. With sp (sequence parallelism) split_sequences has set its positions,
+    and T divides S (with context parallelism over N ranks: S/N). deferred: the list in which a
+    backward is to leave the gradients of matrices (DeferredProduct), or None.
+    After: each parameter is this rank's slice, tagged as such, or is tagged as held by all ranks of
+    the group; its layers are the parallel ones above. With sp the gradients of replicated
+    parameters are to be summed over the group. In a group of one only the head is replaced, unless
+    gradients are deferred."""
     heads = getattr(model.config, "n_kv_head", model.config.n_head)
     assert heads % group.size == 0 and model.config.vocab_size >= group.size
     # f: what happens to an activation before a column; g: to a partial sum, after a row or after
@@ -311,7 +318,7 @@ def split_matrices(model, group, sp=False, deferred=None):
     for block in blocks:
         block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts, deferred)
         block.attn.c_proj = Row(block.attn.c_proj, group, g, deferred)
-        if not isinstance(block.mlp, MixtureOfExperts):  # experts: split_experts in experts.py
+        if not isinstance(block.mlp, MixtureOfExperts):  # experts: spread_experts
             block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts, deferred)
             block.mlp.c_proj = Row(block.mlp.c_proj, group, g, deferred)
     if group.size > 1:

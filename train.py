@@ -96,11 +96,11 @@ class Trainer:
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # Replicas hold the same weights, but see different sequences (the axes shard and ep of
-        # mesh.py) or different tokens of a sequence (cp). rep: more data ranks, if ZeRO shards over
-        # some of them only (--shard)
-        replicas = mesh.group("shard", "ep", "cp")
-        tag_whole(model, replicas, rep=mesh.group("rep"))
+        # The ZeRO group, over which ZeRO shards: ranks that see different sequences (the axes shard
+        # and ep of mesh.py) or different tokens of a sequence (cp). rep: more data ranks, if ZeRO
+        # shards over some of them only (--shard)
+        zero_group = mesh.group("shard", "ep", "cp")
+        tag_whole(model, zero_group, rep=mesh.group("rep"))
 
         # Each call changes the model in place: to this rank's tokens of each sequence, to its slice
         # of each matrix, to its experts; and updates the tags of what it splits. In a group of one

@@ -217,7 +217,7 @@ class Data:
         # the process (SIGBUS).
         if tokens.base.size() < tokens.nbytes:
             raise DataError(f"{tokens.filename} was cut off during the run")
-        index, n_data_ranks = mesh.place("dp")
+        index, n_data_ranks = mesh.index_and_size("dp")
         own_starts = np.split(starts, n_data_ranks)[index]
         microbatches = []
         for part in np.split(own_starts, cfg.microbatches):

@@ -61,7 +61,7 @@ def make_trainer(words, vocab_size):
 
 def own_batches(trainer):
     """The microbatches of this rank."""
-    index, size = trainer.mesh.place("dp")
+    index, size = trainer.mesh.index_and_size("dp")
     rows = SEQUENCES.chunk(size)[index].chunk(trainer.cfg.microbatches)
     return trainer.own([(part, part) for part in rows])
 
@@ -497,7 +497,7 @@ def draw_matrix(picture, x, middle, tag, begin, end):
 def draw_rank(picture, trainer):
     """A box with the matrices of this rank, layer by layer."""
     mesh, reducer = trainer.mesh, trainer.reducer
-    d, p, t = (mesh.place(axis)[0] for axis in ("dp", "pp", "tp"))
+    d, p, t = (mesh.index_and_size(axis)[0] for axis in ("dp", "pp", "tp"))
     x, y = LEFT + p * (BOX + 12), TOP + (2 * d + t) * (TALL + 8) + 12 * d
     picture.box(x, y, BOX, TALL, "none", HELD + ' rx="6"')
     picture.text(x + 8, y + 17, f"rank {mesh.rank}", style=BOLD)

@@ -57,7 +57,7 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
      "lambda grad: sum_in_place(grad.clone(), group))"),
     ("f_and_g", "g does not sum", "lambda x: sum_in_place(x, group)", "lambda x: x"),
 
-    ("column_and_row", "a column without f", "x = self.f(x, self.group)", "pass"),
+    ("column_and_row", "a column without f", "self.f(x, self.group)", "x"),
     ("column_and_row", "a row's bias is in the sum",
      "y = self.g(partial_y, self.group)\n        return y if self.bias is None else y + self.bias",
      "return self.g(partial_y if self.bias is None else partial_y + self.bias, self.group)"),
@@ -72,7 +72,7 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
     ("sequence_parallel", "a rank takes the next one's tokens", "summed[group.rank]",
      "summed[group.next]"),
 
-    ("vocabulary_loss", "softmax over a rank's own words", "(log_sum - of_all).exp()", "1"),
+    ("vocabulary_loss", "softmax over a rank's own words", "(log_sum - full_log_sum).exp()", "1"),
     ("vocabulary_loss", "the largest of the ranks' sums", ".logsumexp(0)", ".amax(0)"),
     ("vocabulary_loss", "another rank's target is the first word", ".masked_fill(outside, 0)", ""),
 

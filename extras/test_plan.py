@@ -136,7 +136,7 @@ def held_and_sent(rank, cfg):
             "optimizer": [*masters, *optimizer.means, *optimizer.squares]}
     held = {what: sum(storages(tensors).values()) for what, tensors in held.items()}
     by_axis = {axis: sum(sent.get(name, 0) for name in names) for axis, names in AXES.items()}
-    place = [trainer.mesh.place(axis)[0] for axis in ("pp", "tp")]
+    place = [trainer.mesh.index_and_size(axis)[0] for axis in ("pp", "tp")]
     return place, {**held, "activations": activations}, by_axis
 
 

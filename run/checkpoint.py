@@ -374,7 +374,7 @@ def save(trainer, step, data_folder=""):
     with together(world):
         entries = {name: entry for path, _, _ in files for name, entry in read_header(path).items()}
         for name, tag, start, values in [*weights_of(trainer), *states_of(trainer)]:
-            if not tag.first:
+            if not tag.writes_checkpoint:
                 continue  # another rank of this replica writes this slice
             begin, stop = 0, len(values)
             if not trainer.reducer.sharded:  # each replica holds all, and writes a part

@@ -195,7 +195,7 @@ def _groups(rank, names, sizes):
     for axes in names:
         group = mesh.group(*axes.split())
         assert group.ranks[group.rank] == rank
-        assert mesh.place(*axes.split()) == (group.rank, group.size)
+        assert mesh.index_and_size(*axes.split()) == (group.rank, group.size)
     mesh.ends("pp")
     return {name: group.ranks for name, group in mesh.groups.items()}
 

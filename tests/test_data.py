@@ -41,7 +41,7 @@ def random_corpus(folder, train=99, val=99):
 
 def place(index, of):
     """A mesh, seen from data rank `index` of `of`."""
-    return SimpleNamespace(place=lambda axis: (index, of), device=torch.device("cpu"))
+    return SimpleNamespace(index_and_size=lambda axis: (index, of), device=torch.device("cpu"))
 
 
 def joined(microbatches):

@@ -4,6 +4,7 @@ loss in chunks, and the FLOPs and parameters that sizes.py counts."""
 import itertools
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import tensor_parallel
 from collectives import Group
 from experts import kind_of
 from llama import LlamaAttention
 from mesh import Mesh
 from model import ABSENT, Head, build, initial_value
-from shard import bounds
+from shard import bounds, tag_whole
 from sizes import GPTConfig, LlamaConfig
-from tensor_parallel import VocabularyLoss
+from tensor_parallel import VocabularyLoss, split_matrices
 from tests.harness import VOCAB, close, random, ranks
 
 GPT = GPTConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24)
@@ -257,6 +259,19 @@ def test_the_logits_of_all_tokens_are_never_in_memory_at_once():
     memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
     chunk = 256 * 1000 * 4  # bytes of logits; their shares, and the mask, are as large
     assert chunk <= max(itertools.accumulate(memory)) < 4 * chunk < 2048 * 1000 * 4
+
+
+def test_a_validation_computes_no_gradient_of_the_words():
+    model = build(GPT)
+    tag_whole(model, ALONE)
+    split_matrices(model, ALONE)
+    ids = torch.arange(16).view(2, 8)
+    with patch.object(tensor_parallel, "add_product") as add_product:
+        with torch.no_grad():
+            model(ids, ids)
+        assert not add_product.called
+        model(ids, ids)
+        assert add_product.called
 
 
 # ---- what sizes.py counts ----

@@ -9,7 +9,7 @@ import torch
 
 import context_parallel
 import train
-from context_parallel import KINDS, merge, zigzag
+from context_parallel import ATTENTIONS, merge, zigzag
 from mesh import Mesh
 from model import causal_attention
 from sizes import config_of
@@ -31,7 +31,7 @@ def inputs(N, nh, n_kv, hs):
     return [random(2, heads, 8 * N, hs, seed=i) for i, heads in enumerate((nh, n_kv, n_kv, nh))]
 
 
-def _attention(rank, N, kind, nh, n_kv, hs):
+def _attention(rank, N, attention, nh, n_kv, hs):
     """(positions; this rank's tokens of the result and of the gradients of q, k, v; elements sent
     forward and backward; (queries, keys, causal) of each call of the kernel forward, backward)"""
     group = Mesh(cp=N).group("cp")
@@ -52,17 +52,17 @@ def _attention(rank, N, kind, nh, n_kv, hs):
         return patch.object(context_parallel, name, run)
 
     with noted("kernel", 1), noted("kernel_backward", 2):
-        out = KINDS[kind](q, k, v, group)
+        out = ATTENTIONS[attention](q, k, v, group)
         sent = group.bytes_sent // 8
         out.backward(grad)
     found = [x.detach() for x in (out, q.grad, k.grad, v.grad)]
     return at, found, (sent, group.bytes_sent // 8 - sent), [*calls.values()]
 
 
-@pytest.mark.parametrize("kind,N,nh,n_kv,hs", [
+@pytest.mark.parametrize("attention,N,nh,n_kv,hs", [
     ("ring", 2, 3, 3, 4), ("ring", 3, 6, 2, 5), ("ring", 4, 4, 1, 16), ("ring", 5, 2, 2, 2),
     ("all-to-all", 2, 4, 2, 5), ("all-to-all", 3, 6, 3, 4), ("all-to-all", 4, 4, 4, 2)])
-def test_attention_of_split_tokens_is_plain_attention(kind, N, nh, n_kv, hs):
+def test_attention_of_split_tokens_is_plain_attention(attention, N, nh, n_kv, hs):
     """Forward and all gradients; also with fewer heads of keys than of queries."""
     q, k, v, grad = inputs(N, nh, n_kv, hs)
     for x in (q, k, v):
@@ -70,19 +70,19 @@ def test_attention_of_split_tokens_is_plain_attention(kind, N, nh, n_kv, hs):
     out = plain_attention(q, k, v)
     out.backward(grad)
     want = [out.detach(), q.grad, k.grad, v.grad]
-    for at, found, *_ in ranks(N, _attention, N, kind, nh, n_kv, hs):
+    for at, found, *_ in ranks(N, _attention, N, attention, nh, n_kv, hs):
         for name, got, whole in zip(("out", "q", "k", "v"), found, want, strict=True):
             close(got, whole[:, :, at], name)
 
 
-@pytest.mark.parametrize("kind,N", [("ring", 2), ("ring", 3), ("ring", 4), ("all-to-all", 2),
-                                    ("all-to-all", 4)])
-def test_attention_sends_what_its_file_says(kind, N):
+@pytest.mark.parametrize("attention,N", [("ring", 2), ("ring", 3), ("ring", 4), ("all-to-all", 2),
+                                         ("all-to-all", 4)])
+def test_attention_sends_what_its_file_says(attention, N):
     whole = 2 * 8 * N * 16  # B S C
     hops, swaps = 2 * (N - 1) * whole // N, 4 * (N - 1) * whole // N**2
     # the ring's backward: the keys and values once more, and their gradients
-    want = (hops, 2 * hops) if kind == "ring" else (swaps, swaps)
-    for _, _, sent, _ in ranks(N, _attention, N, kind, 4, 4, 4):
+    want = (hops, 2 * hops) if attention == "ring" else (swaps, swaps)
+    for _, _, sent, _ in ranks(N, _attention, N, attention, 4, 4, 4):
         assert sent == want
 
 
@@ -123,7 +123,7 @@ def _rounding(rank, N):
 
     exact = [x[:, :, at] for x in gradients(torch.double, causal_attention)]
     alone = [x[:, :, at] for x in gradients(torch.bfloat16, causal_attention)]
-    ring = gradients(torch.bfloat16, lambda *qkv: KINDS["ring"](*qkv, group), at)
+    ring = gradients(torch.bfloat16, lambda *qkv: ATTENTIONS["ring"](*qkv, group), at)
     return [[(x - y).norm() for x, y in zip(got, exact, strict=True)] for got in (ring, alone)]
 
 

@@ -48,7 +48,7 @@ def whole_matrix(piece, tag, start, sharded):
     if sharded:  # ZeRO: each replica has a piece of the slice, perhaps an empty one
         all_reduce(held, tag.sum_over[0])
     full = piece.new_zeros(tag.shape)
-    tag.place(held.view(tag.slice_shape), full)
+    tag.put(held.view(tag.slice_shape), full)
     return all_reduce(full, tag.split_over) if tag.split_over else full
 
 
