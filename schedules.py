@@ -58,7 +58,7 @@ def one_f_one_b(P, m, v, rank):
 
 def weave(forwards, backwards, num_warmup):
     """1F1B of any two lists: num_warmup forwards, then one forward and one backward in turn, then
-    the backwards that are left. one_f_one_b is weave(["F"] * m, ["B"] * m, num_warmup)."""
+    the backwards that are left."""
     actions = forwards[:num_warmup]
     steady = forwards[num_warmup:]
     for forward, backward in zip(steady, backwards, strict=False):

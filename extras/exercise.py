@@ -77,12 +77,15 @@ def main():
         return
     idea, file, functions, command = found[args.name]
     if args.restore:
-        git("--no-pager", "diff", "-R", "--", file)  # from yours (-) to the repository's (+)
-        sys.exit(git("checkout", "--", file).returncode)
+        # from yours (-) to the repository's (+)
+        git("--no-pager", "diff", "-R", "HEAD", "--", file)
+        code = git("checkout", "HEAD", "--", file).returncode
+        print(f"{file} is as in the last commit")
+        sys.exit(code)
     status = git("status", "--porcelain", "--", file, capture_output=True)
     if status.returncode or status.stdout:
         sys.exit(f"{file} has uncommitted changes, or is in no git clone, so nothing is emptied: "
-                 f"commit them, or python -m extras.exercise {args.name} --restore")
+                 f"python -m extras.exercise {args.name} --restore discards all changes of the file")
     path = HERE / file
     path.write_text(empty(path.read_text(), functions))
     tree = ast.parse(path.read_text())
