@@ -85,7 +85,7 @@ def main():
     status = git("status", "--porcelain", "--", file, capture_output=True)
     if status.returncode or status.stdout:
         sys.exit(f"{file} has uncommitted changes, or is in no git clone, so nothing is emptied: "
-                 f"python -m extras.exercise {args.name} --restore discards all changes of the file")
+                 f"python -m extras.exercise {args.name} --restore discards all its changes")
     path = HERE / file
     path.write_text(empty(path.read_text(), functions))
     tree = ast.parse(path.read_text())
