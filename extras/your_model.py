@@ -117,7 +117,7 @@ class YourModel:
         self.backwards = 0  # so far
         self.tasks = set()  # autograd's numbers of the backwards that are watched
         self.own = dict(model.named_parameters())  # {name: parameter}
-        # ddp.py lays stand-ins, which have no memory, into Flats; held() replaces them
+        # ddp.py lays stand-ins, which have no memory, into Flats; pieces_to_step() replaces them
         stand_ins = {}
         for name, param in self.own.items():
             if hasattr(param, "tag"):
@@ -143,13 +143,13 @@ class YourModel:
         super().__init__({0: [torch.nn.ParameterList(params) for params in alike.values()]},
                          lambda tag: torch.empty(tag.shape, device="meta"), None, "meta",
                          mesh.background)
-        self.params = [param for flat in self.trained for param in flat.params]
+        self.params = [param for flat in self.trained_flats for param in flat.params]
         self.nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self.params]
         for node, param in zip(self.nodes, self.params, strict=True):
             node.register_prehook(partial(self.before_grad, param))
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer.contiguous().clone(), self.replicas))
-        self.queue = [*self.trained]
+        self.queue = [*self.trained_flats]
         if not self.sharded:
             self.weights = self.params
         self.note_versions()
@@ -162,9 +162,9 @@ class YourModel:
             return []
         return module.parameters(recurse=module in self.layers)
 
-    def held(self, flat):
+    def pieces_to_step(self, flat):
         flat.params = [self.own[param.tag.name] for param in flat.params]
-        flat.starts = dict(zip(flat.params, flat.starts.values(), strict=True))
+        flat.offsets = dict(zip(flat.params, flat.offsets.values(), strict=True))
         first = flat.params[0]
         flat.weights = torch.zeros(flat.weights.numel(), dtype=first.dtype, device=first.device)
         for param in flat.params:
@@ -172,9 +172,9 @@ class YourModel:
         broadcast(flat.weights, self.replicas)
         for param in flat.params:
             param.data = flat.view(flat.weights, param).data
-        return super().held(flat)
+        return super().pieces_to_step(flat)
 
-    def watch(self, layer, before, after):
+    def register_hooks(self, layer, previous, following):
         """Nothing: your layers' weights are whole after publish(), or ZeRO3 watches them itself."""
 
     def same_everywhere(self, place):
@@ -211,13 +211,14 @@ class YourModel:
         if flat is None or memory != flat.weights.untyped_storage()._cdata:
             raise RuntimeError(f"{self.technique}: the memory of {name} was replaced, as by "
                                "model.to() or half(): convert weights before wrapping")
-        if param.requires_grad and not flat.trained:
+        if param.requires_grad and not flat.is_trained:
             raise RuntimeError(f"{self.technique}: {name} was frozen when the model was wrapped: "
                                "wrap it with requires_grad=True, then freeze it for a while")
 
     def grad_added(self, param):
         self.check(param.tag.name, param)
-        if self.every_microbatch and not self.arrived and len(self.queue) == len(self.trained):
+        begins = not self.arrived and len(self.queue) == len(self.trained_flats)
+        if self.every_microbatch and begins:
             self.same_everywhere(f"backward {self.backwards}")
         self.arrived.add(param)
         while self.every_microbatch and self.queue and all(
@@ -225,15 +226,15 @@ class YourModel:
             self.start(self.queue.pop(0))
 
     def end_of_backward(self):
-        if not self.arrived and len(self.queue) == len(self.trained):
+        if not self.arrived and len(self.queue) == len(self.trained_flats):
             return
         self.backwards += 1
         if self.every_microbatch:
             while self.arrived or self.queue:  # twice: checkpoint()'s backward inside of this one
                 self.start_rest()
-                self.queue = [*self.trained] if self.arrived else []
+                self.queue = [*self.trained_flats] if self.arrived else []
             self.keep_chunk()
-            self.queue = [*self.trained]
+            self.queue = [*self.trained_flats]
         else:
             for param in self.params:
                 self.collect(param, self.home[param])
@@ -303,13 +304,13 @@ class YourModel:
         used = torch.tensor([param in self.elsewhere for param in self.params], dtype=torch.long)
         used = all_reduce(used.to(self.order.device), self.order).tolist()
         used = dict(zip(self.params, used, strict=True))
-        flats = [flat for flat in self.trained if any(used[param] for param in flat.params)]
+        flats = [flat for flat in self.trained_flats if any(used[param] for param in flat.params)]
         if not self.every_microbatch:
             for flat in flats:
                 self.start(flat)
         found = dict.fromkeys(self.params)
         for flat in flats:
-            pieces = flat.pieces(*self.reduced(flat))
+            pieces = flat.pieces(*self.wait_for_reduction(flat))
             for param, (_, _, piece) in zip(flat.params, pieces, strict=True):
                 grad = piece.as_subclass(Piece) if self.sharded else piece.view(param.shape)
                 found[param] = grad if used[param] else None
@@ -344,7 +345,7 @@ class YourModel:
         self.same_everywhere(f"publish(), weights stepped: {self.are_stepped()}")
         super().publish()
         if self.must_publish:
-            for flat in self.trained:
+            for flat in self.trained_flats:
                 self.make_whole(flat)  # your code may read weights at any time
                 # A backward whose forward has used the old weights is to fail, as in one process
                 torch.autograd.graph.increment_version(flat.params)
@@ -392,7 +393,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
         self.running = Counter()  # Flat -> how many modules that use it are in their forward
         self.hooks = []  # of the modules in their forward: hooks on what autograd saves
         self.node = None  # of the graph: the last one to read weights
-        self.flats = self.trained + self.frozen_flats
+        self.flats = self.trained_flats + self.frozen_flats
         self.at = {flat.weights.untyped_storage()._cdata: flat for flat in self.flats}
         self.beside = {flat: {flat} for flat in self.flats}  # Flats of the same modules
         for module in model.modules():
