@@ -1,7 +1,8 @@
 """Groups of ranks, and collectives by hand: all_reduce and its family, from sends and receives.
 
-A rank is one process. Every message passes Group.exchange, where bytes are counted. A collective is
-an operation that all ranks of a group call in the same order. A tensor of n bytes is cut into N
+A rank is one process. Every message passes Group.exchange, where bytes are counted (but for torch's
+own collectives, --collectives native, the default on GPUs). A collective is an operation that all
+ranks of a group call in the same order. A tensor of n bytes is cut into N
 chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
 
     reduce_scatter    each rank ends with the sum of its own chunk        n (N-1)/N

@@ -9,8 +9,8 @@ are one message, and it travels while backward computes those of the layer befor
 several microbatches: while the last backward does). PyTorch Distributed, arXiv 2006.15704.
 
     time ->
-    computes   forward | head | block 3 | block 2 | block 1 | embedding |           | AdamW
-    sends                     | head    | block 3 | block 2 | block 1   | embedding |
+    computes  forward | backward: head | block 3 | block 2 | block 1 | embedding |           | AdamW
+    sends                              | head    | block 3 | block 2 | block 1   | embedding |
 
     torchrun train.py --dp 2        python -m extras.show ddp: a small GPT on 4 ranks
 """
@@ -21,10 +21,10 @@ from collectives import all_reduce
 
 
 class Flat:
-    """Parameters side by side in one tensor, of which they are views: those of a layer that have
-    the same groups to sum gradients over. So a message carries a layer. (A weight that two layers
+    """One tensor for the parameters of a layer whose gradients are summed over the same groups.
+    Each parameter is a view of the tensor, and a message carries a layer. (A weight that two layers
     share, and the experts of a layer, are Flats of their own.) The tensor is padded to a multiple
-    of D, and ZeRO (zero.py) cuts it into D chunks, one for each replica.
+    of D, and ZeRO (zero.py) cuts it into D chunks, one for each replica, a rank of the group.
 
     D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5:
 
@@ -64,9 +64,10 @@ class Flat:
         return tensor.narrow(0, self.offsets[param], param.numel()).view(param.shape)
 
     def pieces(self, part, first):
-        """[(tag, start, values)] of each parameter: its piece in `part`, the elements of weights or
-        gradients from index `first` on. The piece starts at element `start` of the parameter; it is
-        empty if the part has nothing of this parameter, so that all replicas list the same."""
+        """[(tag, start, values)] of each parameter: those of its elements that lie in `part`, which
+        is the weights or gradients from index `first` on. The first of these elements is number
+        `start` of the parameter. No elements if the part has nothing of this parameter, so that all
+        replicas list the same."""
         found = []
         for param, offset in self.offsets.items():
             low = max(offset, first)

@@ -138,7 +138,8 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets=None):
-        """x (B, S, C) -> logits (B, S, V); given targets (B, S): the loss, summed over tokens."""
+        """x (B, S, C) -> logits (B, S, V); given targets (B, S): the loss, summed over tokens. (In
+        training VocabularyHead of tensor_parallel.py takes this layer's place.)"""
         logits = self.lm_head(self.ln_f(x))
         return logits if targets is None else cross_entropy(logits, targets)
 

@@ -30,7 +30,8 @@ from typing import NamedTuple
 #     "F"   forward
 #     "B"   backward
 #     "I"   half a backward: the gradient of the stage's input. The previous stage waits for it
-#     "W"   the other half: the gradients of the stage's weights. Only the optimizer waits for them
+#     "W"   the other half: the gradients of the matrices in attention and MLP. Only the optimizer
+#           waits for them. (Gradients of other weights are cheap and come with I)
 # If a rank has several stages, an action is a pair: ("F", 0) is a forward of the rank's first
 # stage, ("F", 1) of its second. A stage takes its microbatches in their order, forward and
 # backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. (So no

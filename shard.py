@@ -58,8 +58,8 @@ class Tag:
 
     @property
     def num_sharing(self):
-        """How many ranks share this slice, if the whole ZeRO group counts as one rank. In the
-        picture: 1 for c_attn, 2 for LayerNorm (the tensor ranks)."""
+        """How many ranks share this slice, ranks of the ZeRO group not counted. In the picture:
+        1 for c_attn, 2 for LayerNorm (the tensor ranks)."""
         return math.prod(group.size for group in self.shared_by)
 
     def holders(self, sharded):

@@ -9,13 +9,14 @@
     python test_all.py -x          other flags go to pytest
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
-as it has ranks. One process trains the same model on whole batches, in a loop of a dozen lines that
-shares only the model with train.py. A line of the output is a layout, and for its loss, its
-gradients before clipping, their norm and its weights the largest difference from the loop's,
-divided by the largest magnitude. float64 has 16 digits, and sums in another order cost the last one
-or two. (Weights lose more: the key biases of a GPT's attention have gradients of 0 but for
-rounding, and AdamW scales this noise up to a full step.) Before the first step the weights have the
-loop's bits. Last, the page plants a bug, and has to see it.
+as it has ranks. One process trains the same model on whole batches, in a plain loop (one_process)
+that shares only the model and its initial values with train.py. A line of the output names a layout
+and gives, for its loss, its gradients before clipping, their norm and its weights, the largest
+difference from the loop's, divided by the largest magnitude (or by 1e-3, if that is smaller).
+float64 has 16 digits, and sums in another order cost the last one or two. (Weights lose more: the
+key biases of a GPT's attention have gradients of 0 but for rounding, and AdamW scales this noise up
+to a full step.) Before the first step the weights have the loop's bits. Last, the page plants a
+bug, and has to see it.
 
 A fork adds its layouts to the table.
 """
@@ -205,7 +206,8 @@ def whole_slices(reducer, pieces):
 
 
 def difference(got, want):
-    """The largest difference of two tensors, in parts of the largest number of `want`."""
+    """The largest difference of two tensors, divided by the largest number of `want`, or by 1e-3
+    if that is smaller."""
     return ((got - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
 
 

@@ -96,9 +96,9 @@ class Trainer:
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # The ZeRO group, over which ZeRO shards: ranks that see different sequences (the axes shard
-        # and ep of mesh.py) or different tokens of a sequence (cp). rep: more data ranks, if ZeRO
-        # shards over some of them only (--shard)
+        # The ZeRO group: ranks that hold the same weights and see different sequences (the axes
+        # shard and ep of mesh.py) or different tokens of a sequence (cp). DDP sums gradients over
+        # them; ZeRO shards over them. With --shard the axis rep has further such ranks
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
@@ -106,7 +106,8 @@ class Trainer:
         # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
         # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
-        # Weight gradients that a zero-bubble schedule computes later; None: compute all at once
+        # zb-h1 (schedules.py) cuts a backward in two: the list of matrix gradients that the second
+        # half will compute. None: backwards are whole
         deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:

@@ -8,9 +8,10 @@ of the gradients, ZeRO-3 also of the weights. For Psi parameters and m microbatc
     0 nothing: DDP               16 = 2 weights + 2 gradients + 12 Adam   2 Psi (D-1)/D
     1 optimizer states           4 + 12/D                                 2 Psi (D-1)/D
     2 gradients too              2 + 14/D                           (1 + m) Psi (D-1)/D
-    3 weights too (FSDP)         16/D                                  3 m Psi (D-1)/D
+    3 weights too (FSDP)         16/D                          at most 3 m Psi (D-1)/D
 
-(D counts all ranks over which a layer's gradients are summed: with --cp the context ranks too.)
+(D counts all ranks that see different tokens: with --cp the context ranks too. ZeRO-3: an embedding
+and the last layer of a stage are not gathered a second time.)
 ZeRO-2 and 3 reduce the gradients of every microbatch, because a sum kept until the last microbatch
 would be a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
 is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
@@ -31,13 +32,16 @@ from ddp import DDP
 #                        DDP       ZeRO-1    ZeRO-2    ZeRO-3
 #    chunk                0 1       0 1       0 1       0 1
 #    replica 0
-#      weights            # #       # #       # #       # o    o: while the block computes, or the
-#      gradients          # #       # #       # o       # o       one that computes before it
-#      optimizer states   # #       #         #         #      o of gradients: until the replicas
-#    replica 1                                                    have reduced them
+#      weights            # #       # #       # #       # o
+#      gradients          # #       # #       # o       # o
+#      optimizer states   # #       #         #         #
+#    replica 1
 #      weights            # #       # #       # #       o #
 #      gradients          # #       # #       o #       o #
 #      optimizer states   # #         #         #         #
+#
+# o of weights: while this block computes, or the one before it in the pass. o of gradients: from
+# backward until the replicas have reduced them
 #
 # A step of ZeRO-3 with three blocks. F2: forward of block 2; B2: its backward
 #

@@ -110,7 +110,7 @@ class Log:
             self.say(grid(trainer.mesh.sizes))
         if len(trainer.cuts) > 1:
             for stage, (start, stop) in enumerate(trainer.cuts):
-                self.say(f"  stage {stage} on p={trainer.where[stage]}: "
+                self.say(f"  stage {stage} on pipeline rank {trainer.where[stage]}: "
                          f"{layers_in_words(start, stop, cfg.n_layer)}")
 
     # ---- what train.py tells the log ----
