@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from statistics import median
 
@@ -249,10 +250,16 @@ class Waiting:
     def __init__(self):
         self.seconds = 0.0
         start = Background.start
+
+        @wraps(start)
+        def timed_start(*args):
+            return self.timed(start(*args))
+
         Work.wait = self.timed(Work.wait)
-        Background.start = lambda *args: self.timed(start(*args))
+        Background.start = timed_start
 
     def timed(self, wait):
+        @wraps(wait)
         def timed_wait(*args):
             begin = time.perf_counter()
             wait(*args)

@@ -18,7 +18,6 @@ import pytest
 import sample
 import test_all
 import train
-from collectives import Work
 from data import prepare
 from mesh import Mesh
 from pipeline import Pipeline
@@ -36,7 +35,6 @@ from tests.harness import (
     records,
     refused,
 )
-from transport.background import Background
 
 # ---- flags ----
 
@@ -204,9 +202,7 @@ def test_the_commands_of_the_readme_parse(monkeypatch):
 
 def train_here(cfg, mesh=None):
     """Train in this process; mesh: alone. Returns the Log."""
-    # on_stop takes Ctrl-C; the Log replaces two methods, for as long as a process lives
-    with (patch("run.launch.on_stop"), patch.object(Work, "wait", Work.wait),
-          patch.object(Background, "start", Background.start)):
+    with patch("run.launch.on_stop"):  # which takes Ctrl-C
         return train.train(cfg, mesh or Mesh(), 0)
 
 
