@@ -17,7 +17,7 @@ would be a whole gradient. ("Whole" in this file: not cut into chunks. With --tp
 is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
 
 Hybrid sharding (--shard R): shards over R of the D ranks, so R stands for D in the table, and the
-chunks of the D/R replicas of a shard are summed once a step: 2 (D/R - 1)/(D/R) Psi/R elements more.
+chunks of the n = D/R replicas of a shard are all-reduced once a step: 2 (n-1)/n Psi/R more.
 
     torchrun train.py --dp 4 --zero 3        python -m extras.show zero: each stage, on 4 ranks
 """
