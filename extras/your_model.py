@@ -406,6 +406,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
             param.__class__ = Freed
 
     def watch_module(self, module, flats):
+        @torch.compiler.disable  # else model.compile() would trace messages
         def enter(module, args):
             self.running.update(flats)
             self.hooks.append(self.saving())
@@ -413,6 +414,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
             for flat in flats:
                 self.make_whole(flat)
 
+        @torch.compiler.disable
         def leave(module, args, out):
             self.hooks.pop().__exit__()
             self.running.subtract(flats)
