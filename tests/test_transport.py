@@ -48,6 +48,18 @@ def test_tensors_of_every_kind_arrive_and_strange_strides_are_refused():
     ranks(2, _every_kind)
 
 
+def _after_inference_mode(rank):
+    group = Mesh(dp=2).world
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            found = c.all_reduce(torch.ones(8), group)
+    return found.tolist()
+
+
+def test_a_buffer_made_in_inference_mode_is_used_after_it():
+    assert ranks(2, _after_inference_mode) == [[2.0] * 8] * 2
+
+
 def _in_order(rank):
     """Messages of several lengths; receives that are posted first and waited for from the last."""
     group = Mesh(dp=2).world

@@ -60,7 +60,8 @@ def room(length):
 def mapped(file, size):
     """An open file of shared memory as a tensor of bytes. Closes the file; the mapping stays."""
     try:
-        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        with torch.inference_mode(False):  # the buffer outlives the mode of the first message
+            return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     finally:
         os.close(file)
 
