@@ -61,7 +61,9 @@ def mapped(file, size):
     """An open file of shared memory as a tensor of bytes. Closes the file; the mapping stays."""
     try:
         with torch.inference_mode(False):  # the buffer outlives the mode of the first message
-            return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            # (Python's mmap would keep a file open for each buffer)
+            path = f"/proc/self/fd/{file}"
+            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     finally:
         os.close(file)
 
@@ -106,7 +108,7 @@ class Link:
         self.unsent = deque()  # pieces that are still to be sent
         self.theirs = []  # the peer's buffers
         self.posted = deque()  # the receives, in the order of posting: messages come in this order
-        self.arrived = deque()  # (packet, files) read while a send found its socket full
+        self.arrived = deque()  # messages read while a send found its socket full
         self.read = []  # numbers of the peer's buffers to give back
 
     # ---- send ----
@@ -162,7 +164,7 @@ class Link:
                 for link in self.links:
                     if link.incoming.fileno() in ready:
                         with suppress(EOFError):  # its own receive will say so
-                            link.arrived.append(link.next_packet())
+                            link.arrived.append(link.next_message())
         for file in files:
             os.close(file)
 
@@ -170,11 +172,7 @@ class Link:
 
     def receive_piece(self):
         """Wait for the next piece, and give it to the receive that was posted first."""
-        packet, files = self.arrived.popleft() if self.arrived else self.next_packet()
-        number, length, size = MESSAGE.unpack(packet)
-        self.theirs += [mapped(file, size) for file in files]
-        if number >= len(self.theirs):  # Linux drops a file that this process may not open
-            raise RuntimeError(f"buffer {number} has not come: too many open files (ulimit -n)?")
+        number, length = self.arrived.popleft() if self.arrived else self.next_message()
         first = self.posted[0]
         into = first.missing.popleft()
         if length != into.nbytes:
@@ -191,8 +189,9 @@ class Link:
                 self.incoming.send(packet, socket.MSG_DONTWAIT)
                 del self.read[:MOST]
 
-    def next_packet(self):
-        """(packet, files), as soon as the peer has sent one."""
+    def next_message(self):
+        """(number of the buffer, bytes), as soon as the peer has sent a message. Maps a new buffer,
+        so that its file need not stay open."""
         while True:
             # The kernel reports once that the peer has ended without reading all numbers; what the
             # peer has sent is still here
@@ -200,7 +199,12 @@ class Link:
                 packet, files, _, _ = socket.recv_fds(self.incoming, MESSAGE.size, 1)
                 if not packet:
                     raise EOFError
-                return packet, files
+                number, length, size = MESSAGE.unpack(packet)
+                self.theirs += [mapped(file, size) for file in files]
+                if number >= len(self.theirs):  # Linux drops a file that this process may not open
+                    raise RuntimeError(f"buffer {number} has not come: too many open files (ulimit "
+                                       "-n)?")
+                return number, length
 
 
 class SharedMemory:
