@@ -30,7 +30,7 @@ import torch
 
 FITS_NONE = "fits none of these"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # in parts of the largest number
-COARSE = 2e-2  # of 16 bits
+COARSE = 2e-2  # the tolerance of numbers of 16 bits
 
 
 # ---- record ----
@@ -257,7 +257,7 @@ def check_gradients(one, ranks):
     def explain(name, rank, got, want, tolerance):
         where = ranks[rank]["gradients"][name][1:]
         columns = {}
-        for other in sorted(ranks, key=lambda other: other != rank):  # its own first
+        for other in sorted(ranks, key=lambda other: other != rank):  # own terms first
             for k, term in enumerate(ranks[other]["terms"]):
                 if name in term and term[name][1:] == where:
                     columns[f"rank {other}", k] = term[name][0].double().flatten()

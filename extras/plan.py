@@ -87,8 +87,8 @@ class Rank:
         self.w = WIDTHS[x.dtype]
         self.wide = max(self.w, 4)
         self.slices = x.tp if x.sp else 1  # parts of a tensor that only --sp splits
-        self.sequences = x.batch_size / (x.dp * x.microbatches)  # of a microbatch
-        self.n = self.sequences * model.block_size / x.cp  # its tokens
+        self.sequences = x.batch_size / (x.dp * x.microbatches)  # sequences of a microbatch
+        self.n = self.sequences * model.block_size / x.cp  # tokens of a microbatch
         self.replicas = x.dp * x.cp  # over which ZeRO shards; experts: over every E-th of them
         # ZeRO's first sum leaves each replica a chunk of the gradients
         self.shards = self.replicas if x.zero else 1
@@ -173,7 +173,7 @@ class Rank:
     def activations(self):
         """The most along the rank's list of actions."""
         x, C, block = self.layout, self.model.n_embd, self.block()
-        kept = self.n * C * self.w / self.slices if x.recompute else block  # its input
+        kept = self.n * C * self.w / self.slices if x.recompute else block  # a block's input
         # Where words are split: the row of each id, and is it on another rank?
         embedding = 9 * self.n * (x.tp > 1 or SCHEDULES[x.schedule].splits_backward)
         # The forward of the head has computed the gradients of its input and of its matrix
@@ -275,7 +275,7 @@ class GPU(NamedTuple):
     """Data sheets of NVIDIA's SXM cards; network: a port for each GPU of a node."""
     flops: float  # per second, dense 16-bit products
     gb: float  # memory; this and the rest in 10^9 bytes (per second)
-    hbm: float  # of this memory
+    hbm: float  # GB/s of the GPU's memory
     nvlink: float  # to another GPU of the node, each way
     network: float  # to another node, each way
     node: int = 8  # GPUs of a node

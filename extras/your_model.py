@@ -473,8 +473,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
 
     def start_gather(self, flat):
         if flat not in self.gathers:
-            # The carrier keeps tensors: an evaluation must not leave it those of inference mode
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 self.same_everywhere(f"the weights of {flat.params[0].tag.name}")
                 flat.weights.untyped_storage().resize_(flat.weights.nbytes)
                 own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
