@@ -86,7 +86,16 @@ class Flat:
 
 def flats_of(stages, value, dtype, device):
     """Lay the parameters of some stages, {stage: [layers]}, into Flats. Yields (stage, Flat), those
-    of a stage in the order in which backward completes them."""
+    of a stage in the order in which backward completes them.
+
+    Stage 0 of a GPT with a tied matrix, [embedding, block, head]. The two users of wte make it a
+    Flat of its own, and its gradient is complete when backward reaches the first of them:
+
+        users                 parameters                yields (0, Flat), in this order
+        embedding and head    wte                       4
+        embedding             wpe                       3
+        block                 ln_1, c_attn, ...         2
+        head                  ln_f                      1"""
     users = {}  # parameter -> the layers that use it, (stage, index), in the order of forward
     for stage, layers in stages.items():
         for i, layer in enumerate(layers):

@@ -200,10 +200,10 @@ class VocabularyLoss(torch.autograd.Function):
     never exist at once (1.3 times as fast, and half of the memory, at 50,257 words).
 
     In: x (tokens, C); weight (V/T, C), this rank's words [start, stop); targets (tokens,). Out: the
-    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. Its gradient:
-    softmax(logits) - 1 at the target. Ranks share the log(sum(exp(logits))) of their own words, one
-    number per token, and the sum of the targets' logits. Forward computes the gradients already,
-    and backward multiplies them by the gradient of the loss."""
+    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. They share two
+    things: each rank's log(sum(exp(logits))) over its own words, one number per token, and the sum
+    of the targets' logits. Forward computes the gradients, softmax(logits) - 1 at the target times
+    W or x; backward multiplies them by the gradient of the loss."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, words, group):
@@ -219,18 +219,18 @@ class VocabularyLoss(torch.autograd.Function):
             local, outside = (each.unsqueeze(-1) for each in to_local(wanted, *words))
             absent = (wanted == ABSENT).unsqueeze(-1)
             target_logits += logits.gather(-1, local).masked_fill(outside, 0).sum()
-            shares = logits.softmax(-1)  # probabilities among this rank's words
-            # The largest share is exp(largest logit - log_sum)
-            log_sum = logits.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()  # (n, 1)
+            probs = logits.softmax(-1)  # among this rank's words
+            # The largest of probs is exp(largest logit - log_sum)
+            log_sum = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()  # (n, 1)
             if group.size > 1:
                 rank_log_sums = log_sum.new_empty(group.size, len(some))  # (T, n)
                 rank_log_sums[group.rank] = log_sum.squeeze(-1)
                 full_log_sum = all_gather(rank_log_sums, group).logsumexp(0).unsqueeze(-1)
-                shares *= (log_sum - full_log_sum).exp()  # probabilities among all words
+                probs *= (log_sum - full_log_sum).exp()  # among all words
                 log_sum = full_log_sum
             loss += log_sum.masked_fill(absent, 0).sum()
             if needs_x or needs_weight:
-                grad = shares.scatter_add_(-1, local, outside.to(wide) - 1)
+                grad = probs.scatter_add_(-1, local, outside.to(wide) - 1)
                 grad = grad.masked_fill_(absent, 0).to(x.dtype)
             if needs_x:
                 grad_x.append(grad @ weight)

@@ -39,39 +39,6 @@ from sizes import config_of
 from tensor_parallel import Column, Row, VocabularyEmbedding, split_matrices
 from zero import REDUCERS
 
-EVAL_BATCHES = 8  # batches in a validation during the run; the last validation takes all
-
-
-def make_mesh(cfg, device):
-    """The ranks on the axes that the flags name."""
-    return Mesh(device, cfg.timeout, native=cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp,
-                cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
-
-
-def compile_layers(layers):
-    """torch.compile each layer (--compile) but the head. Functions that send messages, or make
-    tensors of data-dependent size, stay Python."""
-    for layer in layers:
-        for module in layer.modules():
-            names = []
-            if isinstance(module, (Column, Row, VocabularyEmbedding)):
-                names = ["forward"]
-            elif isinstance(module, MixtureOfExperts):
-                names = ["run_experts", "sum_counts"]
-            elif isinstance(module, Attention) and "attend" in vars(module):
-                names = ["attend"]  # replaced in split_sequences
-            for name in names:
-                setattr(module, name, torch.compiler.disable(getattr(module, name)))
-        if isinstance(layer, Block):
-            layer.compute = torch.compile(layer.compute)
-        elif isinstance(layer, Embedding):
-            layer.forward = torch.compile(layer.forward)
-
-
-def from_seed(config, seed):
-    """A function from a tag to the slice of the parameter's initial value, drawn from the seed."""
-    return lambda tag: tag.slice(initial_value(tag.name, tag.shape, config, seed))
-
 
 class Trainer:
     """What one rank holds: its slices of the model; its reducer, optimizer and pipeline."""
@@ -183,7 +150,40 @@ class Trainer:
         return world.read(all_reduce(loss.view(1), world))[0]
 
 
+def make_mesh(cfg, device):
+    """The ranks on the axes that the flags name."""
+    return Mesh(device, cfg.timeout, native=cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp,
+                cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+
+
+def from_seed(config, seed):
+    """A function from a tag to the slice of the parameter's initial value, drawn from the seed."""
+    return lambda tag: tag.slice(initial_value(tag.name, tag.shape, config, seed))
+
+
+def compile_layers(layers):
+    """torch.compile each layer (--compile) but the head. Functions that send messages, or make
+    tensors of data-dependent size, stay Python."""
+    for layer in layers:
+        for module in layer.modules():
+            names = []
+            if isinstance(module, (Column, Row, VocabularyEmbedding)):
+                names = ["forward"]
+            elif isinstance(module, MixtureOfExperts):
+                names = ["run_experts", "sum_counts"]
+            elif isinstance(module, Attention) and "attend" in vars(module):
+                names = ["attend"]  # replaced in split_sequences
+            for name in names:
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        if isinstance(layer, Block):
+            layer.compute = torch.compile(layer.compute)
+        elif isinstance(layer, Embedding):
+            layer.forward = torch.compile(layer.forward)
+
+
 # ---- the loop ----
+
+EVAL_BATCHES = 8  # batches in a validation during the run; the last validation takes all
 
 
 def initial_values(cfg, config, folder):
