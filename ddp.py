@@ -47,6 +47,7 @@ class Flat:
         numel += -numel % self.group.size
         self.weights = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = None  # their gradients, arranged like the weights
+        self.grad_views = {}  # parameter -> its gradient's place in self.grads
         # Gradients that the current backward has yet to compute: valid between expect() and start()
         self.missing = 0
         for param in params:
@@ -203,10 +204,13 @@ class DDP:
         and let param.grad be a view of the Flat, to which the other microbatches add."""
         if flat.grads is None:
             flat.grads = torch.empty_like(flat.weights)
-        view = flat.view(flat.grads, param)
+            flat.grad_views = {each: flat.view(flat.grads, each) for each in flat.params}
+        view = flat.grad_views[param]
+        if param.grad is view:
+            return  # autograd has added to it
         if param.grad is None:
             view.zero_()
-        elif param.grad.data_ptr() != view.data_ptr():
+        else:
             view.copy_(param.grad)
         param.grad = view
 

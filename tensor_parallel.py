@@ -219,9 +219,9 @@ class VocabularyLoss(torch.autograd.Function):
             local, outside = (each.unsqueeze(-1) for each in to_local(wanted, *words))
             absent = (wanted == ABSENT).unsqueeze(-1)
             target_logits += logits.gather(-1, local).masked_fill(outside, 0).sum()
-            probs = logits.softmax(-1)  # among this rank's words
-            # The largest of probs is exp(largest logit - log_sum)
-            log_sum = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()  # (n, 1)
+            log_probs = logits.log_softmax(-1)  # among this rank's words: each logit less log_sum
+            log_sum = logits[:, :1] - log_probs[:, :1]  # (n, 1)
+            probs = log_probs.exp_()
             if group.size > 1:
                 rank_log_sums = log_sum.new_empty(group.size, len(some))  # (T, n)
                 rank_log_sums[group.rank] = log_sum.squeeze(-1)
