@@ -10,11 +10,10 @@ differs by more than rounding is a bug. Compared, in this order: initial weights
 gradients, norm, weights after the step. A cause is named only if one of this table fits to nearly
 all digits, else the line ends with FITS_NONE:
 
-    loss        a size of the layout, or 1 over it, times ONE's; a rank's own share
+    loss        a size of the layout, or 1 over it, times ONE's
     gradient    such a factor (2: summed twice; 1/D: averaged); terms of some ranks or microbatches
                 missing, or counted twice
-    norm        of one rank's own tensors; copies counted; squares times a size, or 1 over it
-    weights     not stepped
+    norm        of one rank's own tensors; copies counted
 """
 
 import math
@@ -88,27 +87,15 @@ def load(folder):
 # ---- the table ----
 
 
-class Fit(NamedTuple):
-    fact: str  # how a tensor differs
-    cause: str  # the table's words for the fact; "": it has none
-
-
-NOTHING = Fit(FITS_NONE, "")
-
-
-def sizes_of(one, ranks):
-    """{name: size} of OTHER's layout, of products of two of its sizes, and of the batch."""
-    layout = {name: size for saved in ranks.values() for name, size in saved["layout"].items()
-              if size > 1}
-    products = {f"{a} x {b}": layout[a] * layout[b] for a, b in combinations(layout, 2)}
-    if not one["tokens"]:
-        return layout | products
-    ids = one["tokens"][0]
-    return layout | products | {"sequences": len(ids), "tokens": ids.numel()}
-
-
-def factors(sizes):
-    """{words: factor} of the table."""
+def factors(one, ranks):
+    """{words: factor} of the table: the sizes of OTHER's layout, of products of two of these, and
+    of the batch."""
+    sizes = {name: size for saved in ranks.values() for name, size in saved["layout"].items()
+             if size > 1}
+    sizes |= {f"{a} x {b}": sizes[a] * sizes[b] for a, b in combinations(sizes, 2)}
+    if one["tokens"]:
+        ids = one["tokens"][0]
+        sizes |= {"sequences": len(ids), "tokens": ids.numel()}
     rows = {"no gradient arrives": 0, "the sign is wrong": -1, "summed twice": 2}
     for name, size in sizes.items():
         rows[f"{size} = {name}: each counts the whole, or it was not divided by them"] = size
@@ -122,7 +109,15 @@ def fitting(got, rows, tolerance):
                        if abs(got - number) <= tolerance * abs(number))
 
 
-# ---- which weights of which terms add up to a tensor ----
+# ---- gradients: which weights of which terms add up to a tensor ----
+
+
+class Fit(NamedTuple):
+    fact: str  # how a tensor differs
+    cause: str  # the table's words for the fact; "": it has none
+
+
+NOTHING = Fit(FITS_NONE, "")
 
 
 def solve(target, columns, tolerance):
@@ -160,34 +155,25 @@ def counts(got, want, columns, tolerance):
     return None if all(ratio == 1 for ratio in ratios.values()) else ratios
 
 
-def fit_of_terms(ratios, rank):
-    """The Fit of a gradient of this rank that counts its terms, {(whose, microbatch): how often},
-    not all alike."""
-    rows = {}  # whose -> how often, of each microbatch
-    for (whose, _), ratio in sorted(ratios.items()):
-        rows.setdefault(whose, []).append(f"{ratio:.4g}")
-    words = {whose: " ".join(row) for whose, row in rows.items()}
+def explain_gradient(got, want, columns, rank, rows, tolerance):
+    """The Fit of a gradient of this rank. columns: its terms, {(whose, microbatch): vector}. rows:
+    factors() of the layout."""
+    slack = math.sqrt(tolerance)
+    ratios = (counts(got, want, columns, tolerance)
+              or counts(got, want, {(rank, 0): want}, tolerance))
+    if not ratios:
+        return NOTHING
+    least, most = min(ratios.values()), max(ratios.values())
+    if most - least <= slack * max(abs(least), abs(most)):
+        return Fit(f"{most:.6g} times ONE's", fitting(most, rows, slack))
     others = [ratio for (whose, _), ratio in ratios.items() if whose != rank]
     if others and not any(others):
-        times = "" if {*rows[rank]} == {"1"} else f", {words[rank]} times"
-        return Fit(f"this rank's own terms only{times}", "not summed over the ranks")
-    if len({*words.values()}) == 1:
-        return Fit(f"microbatches count {words[whose]} times", "each has to count once")
-    return Fit("terms count " + ", ".join(f"{whose}: {words[whose]}" for whose in words) + " times",
+        return Fit("this rank's own terms only", "not summed over the ranks")
+    words = {}  # whose -> how often, of each microbatch
+    for (whose, _), ratio in sorted(ratios.items()):
+        words[whose] = words.get(whose, f"{whose}:") + f" {ratio:.4g}"
+    return Fit(f"terms of microbatches count ({', '.join(words.values())}) times",
                "each has to count once")
-
-
-def explain_gradient(got, want, columns, rank, sizes, tolerance):
-    """The Fit of a gradient of this rank. columns: its terms, {(whose, microbatch): vector}"""
-    slack = math.sqrt(tolerance)
-    for terms in (columns, {(rank, 0): want}):
-        ratios = counts(got, want, terms, tolerance)
-        if ratios:
-            least, most = min(ratios.values()), max(ratios.values())
-            if most - least > slack * max(abs(least), abs(most)):
-                return fit_of_terms(ratios, rank)
-            return Fit(f"{most:.6g} times ONE's", fitting(most, factors(sizes), slack))
-    return NOTHING
 
 
 # ---- checks: each returns the lines that say how OTHER differs, none if it is equal ----
@@ -204,7 +190,7 @@ def cut(saved, dim, ranges):
     return (torch.cat(parts, dim) if ranges else parts[0]).flatten()
 
 
-def check_tensors(kind, one, ranks, explain):
+def check_tensors(kind, one, ranks, explain=lambda *_: NOTHING):
     """explain(name, rank, got, want, tolerance): the Fit of a tensor that differs."""
     largest = max(full.abs().max().item() for full, *_ in one[kind].values())
     absent = {name: torch.ones_like(full, dtype=torch.bool)
@@ -242,17 +228,6 @@ def check_tensors(kind, one, ranks, explain):
     return lines
 
 
-def check_step(one, ranks, before):
-    """Weights. before: ONE's before the step; None: these are the initial ones."""
-    def explain(name, rank, got, want, tolerance):
-        old = cut((before or one["weights"])[name], *ranks[rank]["weights"][name][1:])
-        if before and (got - old).norm() <= tolerance * old.norm():
-            return Fit("still the weight before the step", "not stepped, or the new one not sent")
-        return NOTHING
-
-    return check_tensors("weights", one, ranks, explain)
-
-
 def check_gradients(one, ranks):
     def explain(name, rank, got, want, tolerance):
         where = ranks[rank]["gradients"][name][1:]
@@ -261,12 +236,9 @@ def check_gradients(one, ranks):
             for k, term in enumerate(ranks[other]["terms"]):
                 if name in term and term[name][1:] == where:
                     columns[f"rank {other}", k] = term[name][0].double().flatten()
-        if not columns:
-            columns = {("ONE", k): cut(term[name], *where)
-                       for k, term in enumerate(one["terms"]) if name in term}
-        return explain_gradient(got, want, columns, f"rank {rank}", sizes, tolerance)
+        return explain_gradient(got, want, columns, f"rank {rank}", rows, tolerance)
 
-    sizes = sizes_of(one, ranks)
+    rows = factors(one, ranks)
     return check_tensors("gradients", one, ranks, explain)
 
 
@@ -293,47 +265,31 @@ def check_tokens(one, ranks):
 
 
 def check_number(kind, want, one, ranks, rows):
-    """rows(rank, got): {words of the table: what the number would be}"""
+    """rows(rank): {words of the table: what the number would be}"""
     tolerance = max(TOLERANCE.get(full.dtype, COARSE) for full, *_ in one["gradients"].values())
     for rank, saved in ranks.items():
         got = saved[kind]
         if got is not None and not abs(got - want) <= tolerance * abs(want):  # a nan is not
-            cause = fitting(got, rows(rank, got), tolerance) or FITS_NONE
+            cause = fitting(got, rows(rank), tolerance) or FITS_NONE
             return [f"{got:.10g} on rank {rank}, not {want:.10g}: {cause}"]
     return []
 
 
 def check_loss(one, ranks):
-    def rows(rank, got):
-        given = [saved["loss"] for saved in ranks.values() if saved["loss"] is not None]
-        others = sum(given) - got
-        return {"a rank's own share: the sum of all ranks is ONE's": want - others,
-                "a rank's own mean: the mean of all ranks is ONE's": len(given) * want - others,
-                **{words: factor * want for words, factor in factors(sizes_of(one, ranks)).items()}}
-
     want = one["loss"]
-    return check_number("loss", want, one, ranks, rows)
+    rows = {words: factor * want for words, factor in factors(one, ranks).items()}
+    return check_number("loss", want, one, ranks, lambda rank: rows)
 
 
 def check_norm(one, ranks):
     """The gradients are equal, so the right norm is that of ONE's."""
-    def square_of(saved):
-        return sum(grad.double().square().sum().item() for grad, *_ in saved["gradients"].values())
+    def norm_of(*records):
+        return math.hypot(*(grad.double().norm().item() for saved in records
+                            for grad, *_ in saved["gradients"].values()))
 
-    def rows(rank, got):
-        copies = sum(map(square_of, ranks.values()))
-        others = sum(saved["norm"]**2 for saved in ranks.values() if saved["norm"]) - got**2
-        found = {"a rank's own share: the squares of all ranks sum to ONE's": want**2 - others,
-                 "of this rank's own tensors": square_of(ranks[rank]),
-                 "each rank with a copy counts it": copies}
-        for name, size in sizes_of(one, ranks).items():
-            found[f"each rank with a copy counts it, but for {size} = {name}"] = copies / size
-            found[f"squares count {size} = {name} times"] = want**2 * size
-            found[f"squares are divided by {size} = {name}"] = want**2 / size
-        return {words: math.sqrt(max(square, 0)) for words, square in found.items()}
-
-    want = math.sqrt(square_of(one))
-    return check_number("norm", want, one, ranks, rows)
+    return check_number("norm", norm_of(one), one, ranks, lambda rank: {
+        "of this rank's own tensors": norm_of(ranks[rank]),
+        "each rank with a copy counts it": norm_of(*ranks.values())})
 
 
 # ---- compare ----
@@ -342,18 +298,18 @@ def check_norm(one, ranks):
 def compare(one_run, other_run):
     """Yields (what, the lines that say how it differs), in the order of the docstring, and ends
     with what differs first; after a loss that differs come the gradients, which tell more."""
-    before = None  # ONE's weights before the step
+    what = "initial weights"
     for step in one_run:
         if step not in other_run:
             yield f"step {step}", ["OTHER has no record of the step"]
             return
         assert len(one_run[step]) == 1, "ONE has to be the record of one process"
         one, ranks = one_run[step][0], other_run[step]
-        lines = check_step(one, ranks, before)
-        yield "initial weights" if before is None else f"step {step - 1} weights", lines
+        lines = check_tensors("weights", one, ranks)
+        yield what, lines
         if lines or not one["gradients"]:  # none: the record after the last step
             return
-        before = one["weights"]
+        what = f"step {step} weights"
         found = []
         for name, check in (("tokens", check_tokens), ("loss", check_loss),
                             ("gradients", check_gradients), ("norm", check_norm)):

@@ -1,4 +1,4 @@
-"""Shows each technique at work on processes of this machine, and draws schedules and pictures.
+"""Shows each technique at work on processes of this machine, and draws schedules.
 
     python -m extras.show ddp                   on 4 ranks: collectives, ddp, zero, tensor_parallel,
                                                 sequence_parallel, context_parallel,
@@ -8,35 +8,34 @@
     python -m extras.show sizes 7e9             GB held and sent by a rank, by ZeRO stage
     python -m extras.show schedules 1f1b 4 8    a timeline of 4 ranks and 8 microbatches; also into
                                                 a picture, --svg FILE; schedules 4 8 --compare: all
-    python -m extras.show ranks --svg FILE      draws who holds what on eight ranks
 
 Most demonstrations run one step of a small GPT in float64 by train.py's Trainer, and print how far
 the gradients are from those of one process: 1e-15 is rounding.
 """
 
 import argparse
+import io
 import shutil
-import tempfile
+import signal
+from contextlib import redirect_stdout
 from functools import partial
-from html import escape
 from pathlib import Path
 
 import torch
 
 import schedules
 import sizes
-from collectives import all_gather, all_reduce, all_to_all, maximum, reduce_scatter
+from collectives import all_reduce, all_to_all, maximum
 from context_parallel import zigzag
 from experts import kind_of
 from mesh import Mesh, grid, lay_out
 from model import build
-from run.checkpoint import all_gather_text
 from run.flags import Parser, check_layout, in_words, parse
 from schedules import SCHEDULES
-from test_all import difference, run_rank, whole_slices
+from test_all import RANKS, difference, ranks, whole_slices
 from train import Trainer, from_seed, make_mesh
 
-# ---- a small GPT on several processes ----
+# ---- a small GPT on several processes. Every rank prints; rank 0's lines are shown ----
 
 SMALL = ("--n-layer 2 --n-head 4 --n-embd 16 --block-size 8 --batch-size 8 --microbatches 1 "
          "--dtype float64")
@@ -44,32 +43,15 @@ SMALL = ("--n-layer 2 --n-head 4 --n-embd 16 --block-size 8 --batch-size 8 --mic
 SEQUENCES = torch.randint(50, (8, 8), generator=torch.Generator().manual_seed(0))
 
 
-def demonstrate(function, ranks, *args):
-    """Run function(rank, *args) on each of `ranks` processes. Rank 0 prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            run_rank, (ranks, f"{folder}/meeting", function, args), ranks, start_method="fork")
-
-
-def make_trainer(words, vocab_size):
-    """train.py's Trainer of this rank, under these flags. Collective."""
-    cfg = parse(words.split())
-    check_layout(cfg, world=1)
-    shape = sizes.config_of(cfg, vocab_size)
-    return Trainer(cfg, make_mesh(cfg, "cpu"), shape, from_seed(shape, seed=0))
-
-
-def own_batches(trainer):
-    """The microbatches of this rank."""
-    index, size = trainer.mesh.index_and_size("dp")
-    rows = SEQUENCES.chunk(size)[index].chunk(trainer.cfg.microbatches)
-    return trainer.own([(part, part) for part in rows])
-
-
 def small_gpt(words):
-    """A Trainer that has run forward and backward, under these flags."""
-    trainer = make_trainer(f"{SMALL} {words}", vocab_size=50)
-    trainer.pipeline.run(own_batches(trainer), trainer.reducer)
+    """train.py's Trainer of this rank under these flags, after a forward and a backward."""
+    cfg = parse(f"{SMALL} {words}".split())
+    check_layout(cfg, world=1)
+    shape = sizes.config_of(cfg, vocab_size=50)
+    trainer = Trainer(cfg, make_mesh(cfg, "cpu"), shape, from_seed(shape, seed=0))
+    index, size = trainer.mesh.index_and_size("dp")
+    microbatches = SEQUENCES.chunk(size)[index].chunk(cfg.microbatches)
+    trainer.pipeline.run(trainer.own([(part, part) for part in microbatches]), trainer.reducer)
     return trainer
 
 
@@ -83,9 +65,8 @@ def compare(name, trainer):
            for tag, grad in whole_slices(reducer, reducer.gradients())]
     worst = all_reduce(torch.tensor([max(off)]), world, maximum)
     [*reducer.whole()]
-    if world.rank == 0:
-        print(f"{name}: the gradients of {world.size} ranks differ from one process's by "
-              f"{worst.item():.0e} of their size")
+    print(f"{name}: the gradients of {world.size} ranks differ from one process's by "
+          f"{worst.item():.0e} of their size")
 
 
 def of_all_ranks(x, group):
@@ -95,11 +76,11 @@ def of_all_ranks(x, group):
     return rows
 
 
-# ---- collectives ----
+# ---- techniques ----
 
 
 def demo_collectives(rank, N):
-    """One ring all-reduce, hop by hop; then the bytes of the ring's collectives."""
+    """One ring all-reduce, hop by hop, and the bytes that it sends."""
     mesh = Mesh(dp=N)
     group = mesh.group("dp")
     # Rank r's terms are 2^r. So bit r of a number, from the right, says whether the number contains
@@ -111,10 +92,8 @@ def demo_collectives(rank, N):
         """Print x of all ranks. They send x by mesh.world, another Group of the same ranks, whose
         exchanges are not shown."""
         rows = of_all_ranks(x, mesh.world)
-        phase = next(phases)
-        if rank == 0:
-            cells = [" ".join(f"{number:0{N}b}" for number in row.tolist()) for row in rows]
-            print(f"{phase:14}", *(f"  rank {r}: {cell}" for r, cell in enumerate(cells)))
+        cells = [" ".join(f"{number:0{N}b}" for number in row.tolist()) for row in rows]
+        print(f"{next(phases):14}", *(f"  rank {r}: {cell}" for r, cell in enumerate(cells)))
 
     exchange = group.exchange
 
@@ -122,25 +101,14 @@ def demo_collectives(rank, N):
         show()
         return exchange(*args)
 
-    if rank == 0:
-        print("a number is a chunk; its bit r, from the right, is 1 once rank r's term is in it")
+    print("a number is a chunk; its bit r, from the right, is 1 once rank r's term is in it")
     group.exchange = shown_exchange
     all_reduce(x, group)
     group.exchange = exchange
     show()
-    once = 840 * (N - 1)  # bytes that a rank sends of 840 N, in a reduce-scatter or an all-gather
-    if rank == 0:
-        print(f"with a tensor of {840 * N} bytes:")
-    for function, formula in ((all_reduce, 2 * once), (reduce_scatter, once), (all_gather, once)):
-        before = group.bytes_sent
-        function(torch.ones(210 * N), group)
-        busiest = all_reduce(torch.tensor([group.bytes_sent - before]), group, maximum).item()
-        if rank == 0:
-            print(f"{function.__name__:16}the busiest rank sent {busiest:5} bytes, formula "
-                  f"{formula:5}")
-
-
-# ---- techniques ----
+    formula = 2 * (N - 1) * x.nbytes // N
+    print(f"a rank sends 2 (N-1)/N of {x.nbytes} bytes, {formula}, and has sent "
+          f"{group.bytes_sent}")
 
 
 def demo_ddp(rank, N):
@@ -154,15 +122,12 @@ def demo_zero(rank, N):
         trainer = small_gpt(f"--dp {N} --zero {zero} --microbatches 2")
         compare(f"ZeRO-{zero}", trainer)
         reducer = trainer.reducer
-        # Elements in memory, of 8 bytes each. What ZeRO-1 and 2 step are views of the Flats, whose
-        # memory counts once; ZeRO-3 has freed the Flats
-        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8
-                for tensor in (*(flat.weights for flat in reducer.trained_flats), *reducer.weights)}
-        if rank == 0:
-            psi = sum(shape.numel() for shape in trainer.shapes.values())
-            stepped = sum(weights.numel() for weights in reducer.weights)
-            print(f"ZeRO-{zero}: of {psi} parameters rank 0 keeps {sum(held.values())}, and its "
-                  f"optimizer steps {stepped}")
+        psi = sum(shape.numel() for shape in trainer.shapes.values())
+        stepped = sum(weights.numel() for weights in reducer.weights)
+        # Numbers of 8 bytes. What ZeRO-1 and 2 step is a part of this memory; ZeRO-3 has freed it
+        whole = sum(flat.weights.untyped_storage().nbytes() // 8 for flat in reducer.trained_flats)
+        print(f"ZeRO-{zero}: of {psi} parameters rank 0 keeps {max(whole, stepped)}, and its "
+              f"optimizer steps {stepped}")
 
 
 def demo_tensor_parallel(rank, N):
@@ -170,9 +135,8 @@ def demo_tensor_parallel(rank, N):
     trainer = small_gpt(f"--tp {N}")
     compare("tensor_parallel", trainer)
     tags = {tag.name: tag for tag in trainer.reducer.tags}
-    if rank == 0:
-        for name, shape in trainer.shapes.items():
-            print(f"{name:34} {[*shape]!s:>9} on rank 0: {[*tags[name].slice_shape]}")
+    for name, shape in trainer.shapes.items():
+        print(f"{name:34} {[*shape]!s:>9} on rank 0: {[*tags[name].slice_shape]}")
 
 
 def demo_sequence_parallel(rank, N):
@@ -181,43 +145,31 @@ def demo_sequence_parallel(rank, N):
         trainer = small_gpt(f"--tp {N} {words}")
         sent = trainer.mesh.group("tp").bytes_sent  # before the gradients of LayerNorms are summed
         compare(name, trainer)
-        if rank == 0:
-            print(f"{name}: {sent} bytes sent")
-
-
-def visible_pairs(queries, keys):
-    """The number of pairs of a query and a key that the query attends to, by their positions."""
-    return int((queries.unsqueeze(1) >= keys).sum())
-
-
-def zigzag_table(S, N):
-    """Text: which segments of S tokens meet in which hop of ring attention, and how even the work
-    of N ranks is, with zigzag and without."""
-    segments = range(2 * N)
-    owner = [min(segment, 2 * N - 1 - segment) for segment in segments]
-    lines = [f"{S} tokens in {2 * N} segments; "
-             "a digit is the hop in which queries (rows) meet keys"]
-    for query in segments:
-        hops = [str((owner[query] - owner[key]) % N) if key <= query else "." for key in segments]
-        lines.append(f"  segment {query:2d} of rank {owner[query]}   {' '.join(hops)}")
-    neighbours = torch.arange(S).chunk(N)
-    for name, split in (("zigzag", [zigzag(S, N, rank) for rank in range(N)]),
-                        ("no zigzag, two neighbouring segments for each rank", neighbours)):
-        lines.append(f"{name}: pairs of query and key on ranks 0 to {N - 1}")
-        work = [[visible_pairs(split[rank], split[(rank - hop) % N]) for rank in range(N)]
-                for hop in range(N)]
-        for hop, row in enumerate(work):
-            lines.append(f"  hop {hop}  " + "".join(f"{pairs:6d}" for pairs in row))
-        of_rank = torch.tensor(work).sum(0)
-        times = of_rank.max() / of_rank.double().mean()
-        lines.append(f"  the busiest rank has {times:.2f} times the mean")
-    return "\n".join(lines)
+        print(f"{name}: {sent} bytes sent")
 
 
 def demo_context_parallel(rank, N):
-    """Which queries meet which keys in which hop of the ring; both forms of attention."""
-    if rank == 0:
-        print(zigzag_table(8 * N, N))
+    """Which segments of a sequence meet in which hop of ring attention, and how even the work of N
+    ranks is, with zigzag and without; then both forms of attention."""
+    S = 8 * N
+    owner = [*range(N), *reversed(range(N))]  # of each segment
+    print(f"{S} tokens in {2 * N} segments; a digit is the hop in which queries (rows) meet keys")
+    for query in range(2 * N):
+        hops = [str((owner[query] - owner[key]) % N) if key <= query else "."
+                for key in range(2 * N)]
+        print(f"  segment {query:2d} of rank {owner[query]}   {' '.join(hops)}")
+    for name, split in (("zigzag", [zigzag(S, N, r) for r in range(N)]),
+                        ("no zigzag, two neighbouring segments for each rank",
+                         torch.arange(S).chunk(N))):
+        print(f"{name}: pairs of query and key on ranks 0 to {N - 1}")
+        # A query attends to the keys whose positions are not after its own
+        work = [[int((split[r].unsqueeze(1) >= split[(r - hop) % N]).sum()) for r in range(N)]
+                for hop in range(N)]
+        for hop, row in enumerate(work):
+            print(f"  hop {hop}  " + "".join(f"{pairs:6d}" for pairs in row))
+        of_rank = torch.tensor(work).sum(0)
+        times = of_rank.max() / of_rank.double().mean()
+        print(f"  the busiest rank has {times:.2f} times the mean")
     for kind in ("ring", "all-to-all"):
         compare(f"{kind} attention", small_gpt(f"--cp {N} --cp-attention {kind}"))
 
@@ -228,56 +180,63 @@ def demo_expert_parallel(rank, N):
     logits = []  # (B, S, experts) of the first block's router
     router = trainer.pipeline.stages[0][1].mlp.router
     router.register_forward_hook(lambda *args: logits.append(args[2]))
-    trainer.pipeline.run(own_batches(trainer))  # forward only
+    ids = SEQUENCES.chunk(N)[rank]
+    trainer.pipeline.run(trainer.own([(ids, ids)]))  # forward only
     chosen = logits[0].topk(2).indices  # (B, S, k)
     load = chosen.flatten().bincount(minlength=8).view(N, -1)  # [rank][its expert]
     loads = of_all_ranks(load, trainer.mesh.group("ep"))
-    if rank == 0:
-        choices = int(load.sum())  # a token counts once for each of its k experts
-        print("how often the tokens of each rank (rows) chose each expert; | separates the experts "
-              "of different ranks")
-        for r, row in enumerate(loads):
-            away = int(row.sum() - row[r].sum())
-            table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
-            print(f"rank {r}  {table}    {away} of {choices} choices go elsewhere")
+    choices = int(load.sum())  # a token counts once for each of its k experts
+    print("how often the tokens of each rank (rows) chose each expert; | separates the experts "
+          "of different ranks")
+    for r, row in enumerate(loads):
+        away = int(row.sum() - row[r].sum())
+        table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
+        print(f"rank {r}  {table}    {away} of {choices} choices go elsewhere")
     compare("expert_parallel", trainer)
 
 
 def demo_pipeline(rank, N):
-    """8 microbatches of one sequence each under two schedules."""
-    for name in ("gpipe", "1f1b"):
-        if rank == 0:
-            print(schedule_text(time_schedule(name, N, 8).times))
-        words = f"--pp {N} --n-layer 6 --microbatches 8 --schedule {name}"
-        compare(name, small_gpt(words))
-    if rank == 0:
-        print(LETTERS)
+    """8 microbatches of one sequence each, under every schedule."""
+    for name in SCHEDULES:
+        compare(name, small_gpt(f"--pp {N} --n-layer 6 --microbatches 8 --schedule {name}"))
+
+
+DEMOS = {"collectives": demo_collectives, "ddp": demo_ddp, "zero": demo_zero,
+         "tensor_parallel": demo_tensor_parallel, "sequence_parallel": demo_sequence_parallel,
+         "context_parallel": demo_context_parallel, "expert_parallel": demo_expert_parallel,
+         "pipeline": demo_pipeline}
+
+
+def lines_of(rank, name, N):
+    """What this rank prints in a demonstration on N ranks."""
+    with redirect_stdout(io.StringIO()) as printed:
+        DEMOS[name](rank, N)
+    return printed.getvalue()
+
+
+def demo_command(name, words):
+    parser = Parser(DEMOS[name].__doc__)
+    numbers = range(1, RANKS + 1) if name == "collectives" else [4]
+    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="RANKS")
+    N = parser.parse_args(words).ranks
+    printed = ranks(N, lines_of, name, N)[0]
+    ranks.stop()
+    print(printed, end="")
 
 
 # ---- schedules ----
 
-LETTERS = """\
+WORDS = """\
 F0: forward of microbatch 0. B0: its backward; or its halves, I0 for the gradient of the input, W0
 for those of the weights. Lower case: a rank's second stage. Dashes: the action goes on. Dots: the
-rank waits."""
-FIGURES = """\
-Makespan: time of a step. The bubble is the share of it in which the slowest rank waits. In flight:
-microbatches whose activations rank 0, 1, ... holds at most."""
+rank waits. Makespan: time of a step. The bubble is the share of it in which the slowest rank waits.
+In flight: microbatches whose activations rank 0, 1, ... holds at most."""
 
 
-def time_schedule(name, P, m, costs=(1, 1, 1, 0)):
-    """The Timeline of a schedule. ValueError, one line, if its lists are not valid."""
-    if SCHEDULES[name].in_rounds and m % P:
-        raise ValueError(f"{m} microbatches must be a multiple of {P} ranks for {name}")
-    lists = schedules.make_schedule(name, P, m)
-    where = schedules.placement(name, P)
-    schedules.validate(lists, where)
-    return schedules.simulate(lists, where, costs)
-
-
-def schedule_text(times, width=160):
-    """One row per rank, time from left to right, cut at the width. LETTERS explains it. times:
-    Timeline.times of schedules.py, per rank [(action, start, end)]."""
+def schedule_text(times):
+    """One row per rank, time from left to right, cut at the terminal's width. WORDS explains it.
+    times: Timeline.times of schedules.py, per rank [(action, start, end)]."""
+    width = shutil.get_terminal_size((160, 24)).columns
     entries = [entry for row in times for entry in row]
     last_end = max(end for _, _, end in entries)
     shortest = min(end - start for _, start, end in entries)
@@ -305,17 +264,47 @@ def figures(name, P, m, costs, timeline):
     pair holds the activations of one stage, 1/v of the rank's layers."""
     f, i, w, comm = costs
     v = SCHEDULES[name].stages_per_rank
-    # The bubble by the formula of the schedule's paper, idle / (idle + work). For each other rank a
-    # rank idles for an F and a B of one stage. zb-h1: for an F and an I, less one W, which fills a
-    # part of the gap. Times v, like the work
-    gap = {"gpipe": f + i + w, "1f1b": f + i + w, "interleaved": f + i + w, "zb-h1": f + i - w}
+    # The bubble by the table of schedules.py, for F = I = W and messages that take no time
+    rounds = {"gpipe": m, "1f1b": m, "interleaved": v * m, "zb-h1": 3 * m}
     formula = "     -"
-    if name in gap and not comm and (name != "zb-h1" or (w <= f and m >= P)):
-        idle = (P - 1) * gap[name]
-        formula = f"{idle / (idle + v * m * (f + i + w)):6.2%}"
+    if name in rounds and f == i == w and not comm and (name != "zb-h1" or m >= P):
+        formula = f"{(P - 1) / (rounds[name] + P - 1):6.2%}"
     share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
             f"formula {formula}  in flight {timeline.peak_in_flight}{share}")
+
+
+COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
+LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of the input",
+          "W": "yellow: gradient of the weights"}
+INK = "#7d7d7d"  # visible on a white page and on a dark one
+
+
+def draw_schedule(file, title, times):
+    """Write the timelines of schedule_text as an SVG file; a rank's later stages are paler. x goes
+    right, y down, in pixels."""
+    left, right, row_height = 60, 940, 26
+    bottom = 60 + row_height * len(times)
+    pixels_per_time = (right - left) / max(end for row in times for _, _, end in row)
+    shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 12} {bottom + 16}" '
+              'font-size="12" font-family="sans-serif">',
+              f'<text x="12" y="22" fill="{INK}" font-size="14" font-weight="bold">{title}</text>']
+    for rank, row in enumerate(times):
+        y = 36 + row_height * rank
+        shapes.append(f'<text x="12" y="{y + 16}" fill="{INK}">rank {rank}</text>')
+        for (kind, stage, k), start, end in row:
+            x = left + start * pixels_per_time
+            wide = (end - start) * pixels_per_time
+            opacity = 2 / (2 + stage // len(times))
+            font_size = min(12, 1.5 * wide / len(str(k)))
+            shapes += [f'<rect x="{x:.1f}" y="{y}" width="{wide - 1:.1f}" height="22" '
+                       f'fill="{COLORS[kind]}" opacity="{opacity:.2f}"/>',
+                       f'<text x="{x + wide / 2:.1f}" y="{y + 15}" fill="#222" '
+                       f'text-anchor="middle" font-size="{font_size:.1f}">{k}</text>']
+    kinds = {action.kind for row in times for action, *_ in row}
+    meanings = "; ".join(LEGEND[kind] for kind in LEGEND if kind in kinds)
+    shapes.append(f'<text x="{left}" y="{bottom}" fill="{INK}">{meanings}</text>')
+    Path(file).write_text("\n".join([*shapes, "</svg>\n"]))
 
 
 def schedules_command(words):
@@ -330,25 +319,28 @@ def schedules_command(words):
     parser.add_argument("--compare", action="store_true", help="every schedule, one line each")
     parser.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args(words)
-    name, P, m = args.schedule, args.P, args.m
-    if not 0 < P <= 500 or not 0 < m <= 20000 / P:
-        parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
-    chosen = [name]
+    P, m = args.P, args.m
+    if min(P, m) < 1:
+        parser.error(f"{P} ranks and {m} microbatches must be at least 1")
+    chosen = [args.schedule]
     if args.compare:
-        chosen = [each for each in SCHEDULES if m % P == 0 or not SCHEDULES[each].in_rounds]
-    try:
-        timelines = {name: time_schedule(name, P, m, args.costs) for name in chosen}
-    except ValueError as error:
-        parser.error(in_words(error))
-    timeline = timelines[chosen[0]]
-    if args.svg:
-        title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
-        draw_schedule(args.svg, title, timeline.times)
-    if not args.compare:
-        print(schedule_text(timeline.times, min(160, shutil.get_terminal_size((120, 24)).columns)))
-    for name, timeline in timelines.items():
+        chosen = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
+    for name in chosen:
+        if SCHEDULES[name].in_rounds and m % P:
+            parser.error(f"{m} microbatches must be a multiple of {P} ranks for {name}")
+        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+        try:
+            schedules.validate(lists, where)
+            timeline = schedules.simulate(lists, where, args.costs)
+        except ValueError as error:
+            parser.error(in_words(error))
+        if args.svg:
+            title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
+            draw_schedule(args.svg, title, timeline.times)
+        if not args.compare:
+            print(schedule_text(timeline.times))
         print(figures(name, P, m, args.costs, timeline))
-    print(FIGURES if args.compare else f"{LETTERS}\n{FIGURES}")
+    print(WORDS)
 
 
 # ---- tables ----
@@ -359,15 +351,15 @@ def mesh_command(words):
     and cp (replicas), and along pp and tp (one replica)."""
     parser = Parser(mesh_command.__doc__)
     parser.add_argument("sizes", nargs=5, type=int, metavar="N", help="of dp pp ep cp tp")
-    D, P, E, C, T = parser.parse_args(words).sizes
-    if min(D, P, E, C, T) < 1 or D % E:
+    numbers = parser.parse_args(words).sizes
+    D, P, E, C, T = numbers
+    if min(numbers) < 1 or D % E:
         parser.error(f"sizes {words} must be at least 1, and ep must divide dp")
-    ranks = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
-    print(grid(ranks))
-    longer = [[axis] for axis, size in zip(("dp", "pp", "ep", "cp", "tp"), (D, P, E, C, T),
-                                           strict=True) if size > 1]
-    for axes in (*longer, ["dp", "cp"], ["pp", "tp"]):
-        print(f"group({', '.join(axes)}):", *lay_out(ranks, axes))
+    mesh = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
+    print(grid(mesh))
+    named = zip(("dp", "pp", "ep", "cp", "tp"), numbers, strict=True)
+    for axes in (*[[axis] for axis, n in named if n > 1], ["dp", "cp"], ["pp", "tp"]):
+        print(f"group({', '.join(axes)}):", *lay_out(mesh, axes))
 
 
 def sizes_command(words):
@@ -379,7 +371,7 @@ def sizes_command(words):
     parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
     args = parser.parse_args(words)
     m = args.microbatches
-    if not (0 < args.parameters < 1e18 and args.gpu_gb > 0 and m > 0):
+    if not min(args.parameters, args.gpu_gb, m) > 0:
         parser.error("parameters, --gpu-gb and --microbatches must be above 0")
     billions = args.parameters / 1e9
     weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1)
@@ -389,192 +381,21 @@ def sizes_command(words):
           f"GB sent in a step, microbatches: {m}")
     print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>12}" for stage in range(4))
           + f"{'ZeRO-0, 1':>14}{'ZeRO-2':>10}{'ZeRO-3':>10}")
-    for ranks in (2**i for i in range(11)):
-        row = f"{ranks:6d}"
+    for D in (2**i for i in range(11)):
+        row = f"{D:6d}"
         for stage in range(4):
-            gb = billions * sum(sizes.bytes_per_parameter(stage, ranks))
+            gb = billions * sum(sizes.bytes_per_parameter(stage, D))
             row += f"{gb:10.4g} {'*' if gb <= args.gpu_gb else ' '}"
         # How many reduce-scatters and all-gathers of the whole gradient's size a step has
         for halves, wide in ((2, 14), (1 + m, 10), (3 * m, 10)):
-            row += f"{halves * (ranks - 1) / ranks * billions * gradients:{wide}.4g}"
+            row += f"{halves * (D - 1) / D * billions * gradients:{wide}.4g}"
         print(row)
-
-
-# ---- pictures ----
-
-COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
-LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of the input",
-          "W": "yellow: gradient of the weights"}
-INK = "#7d7d7d"  # visible on a white page and on a dark one
-HELD = f'stroke="{INK}" stroke-width="0.8"'
-ELSEWHERE = f'stroke="{INK}" stroke-width="0.8" stroke-dasharray="2 3"'  # held by another rank
-BOLD = 'font-weight="bold"'
-SMALL_TEXT = 'font-size="11"'
-
-
-class Picture:
-    """Collects shapes of an SVG file. x goes right, y down, in pixels."""
-
-    def __init__(self):
-        self.shapes = []
-
-    def text(self, x, y, words, anchor="start", color=INK, style=""):
-        self.shapes.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}" '
-                           f'{style}>{escape(str(words))}</text>')
-
-    def box(self, x, y, width, height, color, style=""):
-        self.shapes.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                           f'height="{height:.1f}" fill="{color}" {style}/>')
-
-
-def write_svg(file, title, width, height, shapes):
-    """Write an SVG file with a title above these shapes."""
-    head = Picture()
-    head.text(12, 22, title, style='font-size="14" font-weight="bold"')
-    begin = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-             'font-size="12" font-family="sans-serif">')
-    Path(file).write_text("\n".join([begin, *head.shapes, *shapes, "</svg>\n"]))
-
-
-def draw_schedule(file, title, times):
-    """The timelines of schedule_text; a rank's later stages are paler."""
-    left, right, row_height = 60, 940, 26
-    last_end = max(end for row in times for _, _, end in row)
-    pixels_per_time = (right - left) / last_end
-    picture = Picture()
-    for rank, row in enumerate(times):
-        y = 36 + row_height * rank
-        picture.text(12, y + 16, f"rank {rank}")
-        for (kind, stage, k), start, end in row:
-            x = left + start * pixels_per_time
-            wide = (end - start) * pixels_per_time
-            number = stage // len(times)  # among those of the rank
-            picture.box(x, y, wide - 1, 22, COLORS[kind], f'opacity="{2 / (2 + number):.2f}"')
-            font_size = min(12, 1.5 * wide / len(str(k)))
-            picture.text(x + wide / 2, y + 15, k, "middle", "#222", f'font-size="{font_size:.1f}"')
-    kinds = {action.kind for row in times for action, *_ in row}
-    words = [meaning for kind, meaning in LEGEND.items() if kind in kinds]
-    if any(action.stage >= len(times) for row in times for action, *_ in row):
-        words.append("paler: a rank's later stages")
-    picture.text(left, 60 + row_height * len(times), "; ".join(words))
-    write_svg(file, title, right + 12, 76 + row_height * len(times), picture.shapes)
-
-
-# ---- who holds what on eight ranks, by the tags of train.py's parameters ----
-
-EIGHT = "--dp 2 --tp 2 --pp 2 --zero 1"
-ACROSS, DOWN = 1 / 8, 1 / 11  # pixels of an element
-BOX, TALL = 402, 114  # width and height of a rank's box
-LEFT, TOP = 78, 60  # where the boxes begin
-NOTES = ("A block's matrices: c_attn (queries, keys, values) and c_proj; c_fc and c_proj. Rows of "
-         "c_attn, c_fc and wte are split, and columns of c_proj.",
-         "wte is on both stages, as embedding and as head. ZeRO cuts a layer into a chunk for each "
-         "replica. Not drawn: LayerNorms and biases.")
-
-
-def draw_matrix(picture, x, middle, tag, begin, end):
-    """The full matrix, dashed; this rank's slice of it; rows [begin, end) of the slice, whose AdamW
-    states this rank has: they may begin or end within a row. Returns the width in pixels."""
-    rows, columns = tag.shape
-    y = middle - rows * DOWN / 2
-    before = 0  # rows of the slice before this range
-    for start, stop in tag.ranges:
-        if tag.dim == 0:
-            top, bottom, left, right = start, stop, 0, columns
-            first, last = max(start, start + begin - before), min(stop, start + end - before)
-        else:
-            top, bottom, left, right = 0, rows, start, stop
-            first, last = begin, end
-        for color, a, b in ((COLORS["F"], top, bottom), (COLORS["W"], first, last)):
-            if a < b or tag.dim == 1:  # a box of columns may be empty
-                picture.box(x + left * ACROSS, y + a * DOWN, (right - left) * ACROSS,
-                            (b - a) * DOWN, color)
-        before += stop - start
-    picture.box(x, y, columns * ACROSS, rows * DOWN, "none", ELSEWHERE)
-    return columns * ACROSS
-
-
-def draw_rank(picture, trainer):
-    """A box with the matrices of this rank, layer by layer."""
-    mesh, reducer = trainer.mesh, trainer.reducer
-    d, p, t = (mesh.index_and_size(axis)[0] for axis in ("dp", "pp", "tp"))
-    x, y = LEFT + p * (BOX + 12), TOP + (2 * d + t) * (TALL + 8) + 12 * d
-    picture.box(x, y, BOX, TALL, "none", HELD + ' rx="6"')
-    picture.text(x + 8, y + 17, f"rank {mesh.rank}", style=BOLD)
-    at = x + 50
-    before = None  # the layer of the matrix before
-    stepped = {tag.name: (tag, start, start + chunk.numel()) for chunk, tag, start
-               in zip(reducer.weights, reducer.tags, reducer.starts, strict=True)}
-    for name in trainer.shapes:
-        if name not in stepped or len(trainer.shapes[name]) < 2:
-            continue
-        tag, begin, end = stepped[name]
-        words = name.removeprefix("transformer.").split(".")
-        layer = f"block {words[1]}" if words[0] == "h" else words[0]
-        if layer != before:
-            at += 11
-            picture.text(at, y + TALL - 5, layer, style=SMALL_TEXT)
-            before = layer
-        width = tag.slice_shape[1]
-        at += 5 + draw_matrix(picture, at, y + TALL / 2 - 6, tag, begin / width, end / width)
-    if (d, t) == (0, 0):
-        picture.text(x + BOX / 2, TOP - 9, f"stage {p}", "middle", style=BOLD)
-    if p == 0:
-        picture.text(12, y + TALL / 2 - 4, f"replica {d}", style=BOLD)
-        picture.text(12, y + TALL / 2 + 12, f"slice {t}", style=BOLD)
-
-
-def draw_legend(picture, x, y):
-    left = x
-    for color, style, meaning in (
-            (COLORS["F"], "", "weights: the rank's slice of the stage's matrices"),
-            (COLORS["W"], "", "weights whose AdamW states the rank has, and which it steps"),
-            ("none", ELSEWHERE, "on other ranks")):
-        picture.box(x, y, 12, 12, color, style)
-        picture.text(x + 18, y + 10, meaning, style=SMALL_TEXT)
-        x += 36 + 5.6 * len(meaning)
-    for i, note in enumerate(NOTES):
-        picture.text(left, y + 34 + 18 * i, note, style=SMALL_TEXT)
-
-
-def draw_eight_ranks(rank, file):
-    """Each rank draws its box, the last one also the legend; rank 0 writes the picture."""
-    trainer = make_trainer(EIGHT, vocab_size=1024)  # train.py's default data
-    picture = Picture()
-    draw_rank(picture, trainer)
-    if rank == 7:
-        draw_legend(picture, LEFT, TOP + 4 * (TALL + 8) + 20)
-    shapes = all_gather_text("\n".join(picture.shapes), trainer.mesh.world)
-    if rank == 0:
-        write_svg(file, f"Who holds what of a small GPT: train.py {EIGHT}", 900, 644, shapes)
-
-
-def ranks_command(words):
-    """ranks --svg FILE: draws which slices and which AdamW states each of eight ranks holds."""
-    parser = Parser(ranks_command.__doc__)
-    parser.add_argument("--svg", metavar="FILE", required=True)
-    demonstrate(draw_eight_ranks, 8, parser.parse_args(words).svg)
 
 
 # ---- the command ----
 
-DEMOS = {"collectives": demo_collectives, "ddp": demo_ddp, "zero": demo_zero,
-         "tensor_parallel": demo_tensor_parallel, "sequence_parallel": demo_sequence_parallel,
-         "context_parallel": demo_context_parallel, "expert_parallel": demo_expert_parallel,
-         "pipeline": demo_pipeline}
-
-
-def demo_command(name, words):
-    parser = Parser(DEMOS[name].__doc__)
-    numbers = range(1, 61) if name == "collectives" else [4]
-    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="RANKS")
-    ranks = parser.parse_args(words).ranks
-    demonstrate(DEMOS[name], ranks, ranks)
-
-
 COMMANDS = {name: partial(demo_command, name) for name in DEMOS}
-COMMANDS.update(mesh=mesh_command, sizes=sizes_command, schedules=schedules_command,
-                ranks=ranks_command)
+COMMANDS.update(mesh=mesh_command, sizes=sizes_command, schedules=schedules_command)
 
 
 def main():
@@ -586,4 +407,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     main()

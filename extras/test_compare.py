@@ -1,5 +1,5 @@
-"""extras/compare.py: right layouts are equal; planted bugs are named, or said to fit nothing; loops
-of other projects."""
+"""extras/compare.py: the layouts of test_all.py are equal; planted bugs are named, or said to fit
+nothing; loops of other projects."""
 
 import io
 import re
@@ -8,56 +8,12 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from extras import compare
+from test_all import LAYOUTS
 from tests.harness import HERE, command, flags_of, ranks
 from tests.test_planted import BUGS, plant
-
-# Flags of train.py: those of the model, then the layout
-LAYOUTS = """
-    --dp 2 --tp 2 --pp 2 --microbatches 3 --zero 3
-    --dp 2
-    --dp 4 --microbatches 3
-    --dp 3 --zero 1
-    --dp 4 --zero 1 --microbatches 3
-    --dp 3 --zero 2 --microbatches 4
-    --dp 4 --zero 2
-    --dp 3 --zero 3 --microbatches 2
-    --dp 4 --shard 2 --zero 2 --microbatches 3
-    --dp 4 --shard 2 --zero 3
-    --microbatches 9
-    --recompute --microbatches 2
-    --tp 2
-    --tp 3 --microbatches 2
-    --tp 4 --recompute
-    --tp 2 --sp
-    --tp 4 --sp --microbatches 3
-    --dp 2 --tp 2 --sp --zero 2
-    --cp 2
-    --cp 4 --microbatches 2
-    --cp 2 --cp-attention all-to-all
-    --cp 2 --tp 2 --sp
-    --dp 2 --cp 2 --zero 3
-    --dp 2 --cp 2 --zero 1 --microbatches 3
-    --pp 2
-    --pp 3 --microbatches 4
-    --pp 4 --microbatches 2
-    --pp 2 --schedule gpipe --microbatches 3
-    --pp 2 --schedule interleaved
-    --pp 2 --schedule zb-h1 --microbatches 4
-    --pp 3 --schedule zb-h1 --recompute
-    --dp 2 --pp 2 --zero 2 --microbatches 3
-    --tp 2 --pp 2
-    --tp 2 --pp 2 --sp --schedule gpipe --microbatches 2
-    --cp 2 --pp 2 --microbatches 3
-    --experts 4 | --dp 2 --ep 2
-    --experts 4 | --dp 2 --ep 2 --tp 2 --zero 2 --microbatches 3
-    --experts 4 | --cp 2 --pp 2
-    --arch llama --n-kv-head 4 | --dp 2 --tp 2 --zero 3
-    --arch llama --n-kv-head 4 | --cp 2 --pp 2 --recompute
-""".strip().splitlines()
 
 # Ten bugs of tests/test_planted.py, most of which other projects have had: flags of the model and
 # the layout; the stage that differs first; what the report says
@@ -67,7 +23,8 @@ NAMED = {
     "the loss is a mean of the microbatches' means":
         ("--dp 2 --microbatches 3", "step 0 loss", "6 = dp x microbatches: each counts"),
     "ZeRO-2 forgets the microbatches before":
-        ("--dp 2 --zero 2 --microbatches 3", "step 0 gradients", "microbatches count 0 0 1 times"),
+        ("--dp 2 --zero 2 --microbatches 3", "step 0 gradients",
+         "count (rank 0: 0 0 1, rank 1: 0 0 1) times"),
     "all replicas read the same sequences":
         ("--dp 2", "step 0 tokens", "of ONE are on no rank"),
     "each tensor rank draws its slice anew":
@@ -122,10 +79,10 @@ def printed(one, other):
     return said
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str.strip)
+@pytest.mark.parametrize("layout", LAYOUTS.strip().splitlines(), ids=str.strip)
 def test_a_right_layout_is_equal(corpus, tmp_path, one_process, layout):
-    model, _, rest = layout.rpartition("|")
-    record_layout(corpus, tmp_path, f"{model} {rest}")
+    record_layout(corpus, tmp_path, layout)
+    model = " ".join(re.findall(r"--(?:arch|n-kv-head|experts) \S+", layout))
     said = printed(one_process(model), tmp_path)
     assert said.count(" equal\n") == 11, said  # initial weights, five of each step
 
@@ -156,56 +113,37 @@ def test_exact_gelu_is_found(corpus, tmp_path, one_process):
 
 
 def train_pipeline(rank, world, folder, m, divisor):
-    """Two steps of a pipeline of `world` stages, as people write one: all forwards, then all
-    backwards. The loss of a microbatch is divided by `divisor` before its backward."""
+    """Two steps of a pipeline of `world` stages, whose messages are left out: a rank computes all
+    stages, and records its own. The loss of a microbatch is divided by `divisor` before its
+    backward."""
     torch.manual_seed(0)
-    layers = [torch.nn.Embedding(11, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 11)]
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Linear(6, 6),
+                                torch.nn.Linear(6, 11)).double()
     ids, targets = torch.randint(11, (2, 2, m, 4, 5))  # (step, microbatch, B, S) each
-    first = rank == 0
-    last = rank == world - 1
-    mine = {0: layers[:2], 1: layers[2:]}[rank] if world > 1 else layers
-    offset = 0 if first else 2
-    stage = torch.nn.Sequential(*mine).double()
-    params = {f"{int(name[0]) + offset}{name[1:]}": param
-              for name, param in stage.named_parameters()}
+    own = {name: param for name, param in model.named_parameters()
+           if world == 1 or (int(name[0]) < 2) == (rank == 0)}
     for step in (0, 1):
-        inputs, outputs, loss = [], [], 0.0
+        model.zero_grad()
+        loss = 0.0
         for k in range(m):
-            x = ids[step, k] if first else torch.empty(4, 5, 6, dtype=torch.double)
-            if not first:
-                dist.recv(x, 0)
-                x.requires_grad_()
-            y = stage(x)
-            if last:
-                y = F.cross_entropy(y.flatten(0, 1), targets[step, k].flatten())
-                loss += y.item() / m
-                y = y / divisor
-            else:
-                dist.send(y.detach(), 1)
-            inputs.append(x)
-            outputs.append(y)
-        stage.zero_grad()
-        for k in range(m):
-            grad = None if last else torch.empty_like(outputs[k])
-            if not last:
-                dist.recv(grad, 1)
-            outputs[k].backward(grad)
-            if not first:
-                dist.send(inputs[k].grad, 0)
-        compare.record(folder, step, loss if last else None,
-                       {name: param.grad for name, param in params.items()}, params, rank,
+            y = F.cross_entropy(model(ids[step, k]).flatten(0, 1), targets[step, k].flatten())
+            loss += y.item() / m
+            (y / divisor).backward()
+        compare.record(folder, step, loss if rank == world - 1 else None,
+                       {name: param.grad for name, param in own.items()}, own, rank,
                        layout={"pp": world, "microbatches": m})
         with torch.no_grad():
-            for param in params.values():
+            for param in model.parameters():
                 param -= 0.1 * param.grad
-    compare.record(folder, 2, weights=params, rank=rank)
+    compare.record(folder, 2, weights=own, rank=rank)
 
 
 def test_a_pipeline_like_picotrons_has_gradients_m_times_too_large(tmp_path):
     """... whose one process divides by m, its pipeline does not; the losses that it prints are
     right."""
     for name, world, divisor in (("one", 1, 3), ("right", 2, 3), ("wrong", 2, 1)):
-        ranks(world, train_pipeline, world, str(tmp_path / name), 3, divisor)
+        for rank in range(world):
+            train_pipeline(rank, world, tmp_path / name, 3, divisor)
     assert "differ" not in printed(tmp_path / "one", tmp_path / "right")
     said = printed(tmp_path / "one", tmp_path / "wrong")
     assert "step 0 loss        equal\n" in said, said

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from experts import MixtureOfExperts
-from shard import split, tag_replicated
+from shard import split
 from tensor_parallel import Column, product
 
 ALPHA = 8
@@ -96,5 +96,6 @@ def split_adapters(adapters, group):
         if not isinstance(linear, nn.Linear):  # else one rank has all
             adapted = Adapted(linear, a, b, part.parts if name != "c_proj" else ())
             setattr(part, name, adapted)
-            whole = nn.ParameterList([adapted.a if adapted.is_column else adapted.b])
-            tag_replicated(whole, group, sum_gradients=True)
+            whole = adapted.a if adapted.is_column else adapted.b
+            whole.tag.shared_by += (group,)
+            whole.tag.sum_over += (group,)
