@@ -86,7 +86,7 @@ LAYOUTS = """
 # ---- several processes ----
 
 RANKS = 8  # processes that wait for work
-HANG = 600  # seconds after which a test waits no longer: a busy machine is no failure
+HANG = 60  # seconds after which ranks hang, and a test fails: most take less than one
 
 
 class Ranks:
@@ -109,11 +109,12 @@ class Ranks:
             # A rank's process is busy until all ranks have met, so each rank has one of its own
             answers = [self.processes.submit(run_rank, rank, world, f"{folder}/meeting", function,
                                              args) for rank in range(world)]
-            failed = [answer for answer in wait(answers, return_when=FIRST_EXCEPTION)[0]
-                      if answer.exception()]
-            if failed:
+            done, missing = wait(answers, HANG, return_when=FIRST_EXCEPTION)
+            failed = [answer.exception() for answer in done if answer.exception()]
+            if failed or missing:
                 self.stop()
-                raise failed[0].exception()
+                raise failed[0] if failed else TimeoutError(
+                    f"{len(missing)} of {world} ranks have not ended within {HANG} s")
         return [torch.load(io.BytesIO(answer.result()), weights_only=False) for answer in answers]
 
     def stop(self):

@@ -3,11 +3,14 @@
     run(words, corpus)                 a layout against one process (test_all.py); more rows of the
                                        table are a line each in test_layouts.py
     ranks(4, function, *args)          function(rank, *args) in four processes (test_all.py)
+    in_layout(words, corpus, function) function(rank, cfg) on the ranks of a layout
     make_trainer(cfg)                  in such a process: a Trainer of this rank, and its Data
     command("train.py", ...)           a command in a process of its own
     Run(2, flags(corpus, out), tmp)    train.py's main() in forked ranks, in a tenth of a second
 """
 
+import gc
+import itertools
 import json
 import os
 import resource
@@ -22,6 +25,7 @@ import pytest
 import torch
 
 import train
+from collectives import Group
 from data.batches import Data
 from sizes import config_of
 from test_all import HANG, TOLERANCE, VOCAB, flags_of, ranks, run, whole_slices  # noqa: F401
@@ -31,6 +35,15 @@ started = []  # processes that this test has started
 
 
 # ---- training in the pool's processes ----
+
+
+ALONE = Group("alone", torch.device("cpu"), [0], 0)
+
+
+def in_layout(words, corpus, function, *args):
+    """(the Config of these flags, [function(rank, cfg, *args) of each rank of their layout])"""
+    cfg = flags_of(words.split(), corpus)
+    return cfg, ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, function, cfg, *args)
 
 
 def make_trainer(cfg, mesh=None):
@@ -52,10 +65,19 @@ def random(*shape, seed=0):
     return torch.randn(shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
 
 
+def peak_bytes(function):
+    """The most bytes that a call of a function has allocated at a time."""
+    gc.collect()  # memory that is freed meanwhile would count as negative
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = profile.kineto_results.events()
+    return max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+
+
 # ---- commands ----
 
 
-def command(*args, env=None, timeout=HANG, cwd=HERE, **more):
+def command(*args, env=None, timeout=2 * HANG, cwd=HERE, **more):
     """python *args, in a process of its own: what subprocess.run returns."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
                           timeout=timeout, cwd=cwd, env={**os.environ, **(env or {})}, **more)

@@ -4,6 +4,8 @@ table of collectives.py; and a mesh puts the right ranks into a group.
 Most numbers are small integers, whose sums are exact in any order: results have the same bits as
 the definition's."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -93,28 +95,19 @@ def test_a_group_of_one_sends_nothing_and_needs_no_carrier():
 
 
 def _traffic(rank, world, n):
-    """{collective: (bytes, messages) that this rank has sent}, and the sum of all ranks' noise."""
+    """({collective: (bytes, messages) that this rank has sent}, the sum of all ranks' noise)"""
     group = Mesh(dp=world).group("dp")
-    messages = []
-    exchange = group.exchange
-
-    def counted(send=None, *args, **more):
-        if send is not None:
-            messages.append(send)
-        return exchange(send, *args, **more)
-
-    group.exchange = counted
+    group.exchange = Mock(wraps=group.exchange)
     x = noise(rank, n)
     inputs = noise(rank, n).tensor_split(world)
     outputs = [torch.empty_like(inputs[rank]) for _ in inputs]
-    calls = {"reduce_scatter": (torch.zeros(n), group), "all_gather": (torch.zeros(n), group),
-             "all_reduce": (x, group), "all_to_all": (outputs, inputs, group)}
     sent = {}
-    for name, args in calls.items():
+    for name, args in (("reduce_scatter", [torch.zeros(n)]), ("all_gather", [torch.zeros(n)]),
+                       ("all_reduce", [x]), ("all_to_all", [outputs, inputs])):
         group.bytes_sent = 0
-        messages.clear()
-        getattr(c, name)(*args)
-        sent[name] = group.bytes_sent, len(messages)
+        group.exchange.reset_mock()
+        getattr(c, name)(*args, group)
+        sent[name] = group.bytes_sent, group.exchange.call_count
     return sent, x
 
 
@@ -146,13 +139,12 @@ def test_all_ranks_end_with_the_same_bits(world, n):
 
 
 def _refused(rank, world):
-    names = ("all_reduce", "reduce_scatter", "all_gather", "scatter", "gather", "broadcast",
-             "reduce")
     group = Mesh(dp=world).group("dp")
     for x in (torch.ones(1).expand(4), torch.ones(3, 2).t(), torch.ones(8)[::2]):
-        for name in names:
+        for collective in (c.all_reduce, c.reduce_scatter, c.all_gather, c.scatter, c.gather,
+                           c.broadcast, c.reduce):
             with pytest.raises(ValueError, match=r"with strides .*; pass tensor\.contiguous\(\)$"):
-                getattr(c, name)(x, group)
+                collective(x, group)
         assert x.eq(1).all()
     assert group.bytes_sent == 0
     assert c.all_reduce(torch.ones(3, 2), group).eq(world).all()  # nobody waits for anything

@@ -1,7 +1,7 @@
 """Experts are what a loop over tokens says, on one rank or spread over several, whatever the
 tokens choose; and they send what the counts say."""
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from experts import MixtureGPT, MixtureOfExperts
 from model import build
 from sizes import GPTConfig
 from test_all import BATCH, TOLERANCE, differences, one_process
-from tests.harness import VOCAB, close, flags_of, make_trainer, random, ranks
+from tests.harness import VOCAB, close, in_layout, make_trainer, random
 
 SHAPE = GPTConfig(VOCAB, 8, 1, 2, 12, n_experts=5, top_k=3)
 
@@ -108,19 +108,13 @@ def lopsided(name, shape, config, seed, usual=model_file.initial_value):
 
 def _lopsided(rank, cfg):
     """(the largest differences from one process, the numbers of tokens of this rank's experts)"""
-    seen = set()
-
-    def noted(own, rows, counts, usual=experts.run_by_expert):
-        seen.update(counts.sum(0).tolist())
-        return usual(own, rows, counts)
-
     one_process.cache_clear()  # it has kept a run with the usual initial values
     with (patch.object(model_file, "initial_value", lopsided),
           patch.object(train, "initial_value", lopsided),
-          patch.object(experts, "run_by_expert", noted)):
+          patch.object(experts, "run_by_expert", Mock(wraps=experts.run_by_expert)) as run):
         worst, _ = differences(rank, cfg)
     one_process.cache_clear()
-    return worst, seen
+    return worst, {number for call in run.call_args_list for number in call.args[2].sum(0).tolist()}
 
 
 @pytest.mark.parametrize("words", [
@@ -128,8 +122,8 @@ def _lopsided(rank, cfg):
     "--top-k 1 --dp 2 --ep 2 --pp 2 --schedule zb-h1 --microbatches 2 --zero 2",
     "--dp 4 --ep 4 --recompute", "--dp 2 --ep 2 --tp 2 --sp"])
 def test_an_expert_without_tokens_and_one_with_all(corpus, words):
-    cfg = flags_of(["--experts", "4", *words.split()], corpus)
-    worst, seen = zip(*ranks(cfg.dp * cfg.tp * cfg.pp, _lopsided, cfg), strict=True)
+    cfg, found = in_layout(f"--experts 4 {words}", corpus, _lopsided)
+    worst, seen = zip(*found, strict=True)
     assert (torch.stack(worst) < TOLERANCE).all(), worst
     assert {0, BATCH * cfg.block_size // cfg.microbatches} <= set().union(*seen)
 
@@ -139,30 +133,22 @@ def _bytes(rank, cfg):
     those that stayed; forwards of a layer; experts in each weight)"""
     trainer, data = make_trainer(cfg)
     group = trainer.mesh.group("ep", "tp") if cfg.sp else trainer.mesh.group("ep")
-    moved = kept = calls = 0
-
-    def counting(outputs, inputs, group, usual=experts.all_to_all):
-        nonlocal moved, kept, calls
-        if inputs[0].dtype == torch.double:
-            kept += len(inputs[group.rank])
-            moved += sum(map(len, inputs)) - len(inputs[group.rank])
-        else:
-            calls += 1  # all_to_alls of the counts
-        return usual(outputs, inputs, group)
-
-    with patch.object(experts, "all_to_all", counting):
+    with patch.object(experts, "all_to_all", Mock(wraps=experts.all_to_all)) as all_to_all:
         trainer.step(data.training(cfg, 0, trainer.mesh), 1e-3)
+    inputs = [call.args[1] for call in all_to_all.call_args_list]
+    rows = [[len(part) for part in parts] for parts in inputs if parts[0].dtype == torch.double]
+    kept = sum(lengths[group.rank] for lengths in rows)
     held = {len(param) for layer in trainer.pipeline.stages[0][1:-1]
             for param in layer.mlp.experts.parameters()}
-    return group.bytes_sent, moved, kept, calls, held
+    # The other all_to_alls are of the counts
+    return group.bytes_sent, sum(map(sum, rows)) - kept, kept, len(inputs) - len(rows), held
 
 
 @pytest.mark.parametrize("words", ["--dp 4 --ep 4", "--dp 2 --ep 2 --tp 2 --sp",
                                    "--dp 2 --ep 2 --recompute"])
 def test_no_token_is_dropped_and_bytes_sent_are_those_of_the_counts(corpus, words):
-    cfg = flags_of(["--experts", "8", "--microbatches", "3", *words.split()], corpus)
+    cfg, got = in_layout(f"--experts 8 --microbatches 3 {words}", corpus, _bytes)
     N = cfg.ep * cfg.tp  # ranks that share the experts
-    got = ranks(cfg.dp * cfg.tp, _bytes, cfg)
     for sent, moved, _, calls, held in got:
         assert held == {8 // N}
         assert calls == cfg.n_layer * 3 * (2 if cfg.recompute else 1)

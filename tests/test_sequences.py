@@ -2,18 +2,16 @@
 head of their file says; a block holds what the heads of the files say, also under --sp."""
 
 import math
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 import context_parallel
-import train
-from context_parallel import ATTENTIONS, merge, zigzag
+from context_parallel import ATTENTIONS, kernel, kernel_backward, merge, zigzag
 from mesh import Mesh
 from model import causal_attention
-from sizes import config_of
-from tests.harness import VOCAB, close, flags_of, random, ranks
+from tests.harness import close, in_layout, make_trainer, random, ranks
 
 # ---- attention over tokens of several ranks ----
 
@@ -39,24 +37,15 @@ def _attention(rank, N, attention, nh, n_kv, hs):
     q, k, v, grad = (x[:, :, at] for x in inputs(N, nh, n_kv, hs))
     for x in (q, k, v):
         x.requires_grad_()
-    calls = {"kernel": [], "kernel_backward": []}
-
-    def noted(name, q_at):
-        kernel = getattr(context_parallel, name)
-
-        def run(*args):
-            q, k = args[q_at : q_at + 2]
-            calls[name].append((q.size(2), k.size(2), args[-1]))
-            return kernel(*args)
-
-        return patch.object(context_parallel, name, run)
-
-    with noted("kernel", 1), noted("kernel_backward", 2):
+    with (patch.object(context_parallel, "kernel", Mock(wraps=kernel)) as forward,
+          patch.object(context_parallel, "kernel_backward", Mock(wraps=kernel_backward)) as back):
         out = ATTENTIONS[attention](q, k, v, group)
         sent = group.bytes_sent // 8
         out.backward(grad)
     found = [x.detach() for x in (out, q.grad, k.grad, v.grad)]
-    return at, found, (sent, group.bytes_sent // 8 - sent), [*calls.values()]
+    calls = [[(call.args[at].size(2), call.args[at + 1].size(2), call.args[-1])
+              for call in mock.call_args_list] for mock, at in ((forward, 1), (back, 2))]
+    return at, found, (sent, group.bytes_sent // 8 - sent), calls
 
 
 @pytest.mark.parametrize("attention,N,nh,n_kv,hs", [
@@ -139,9 +128,7 @@ def test_the_ring_rounds_no_more_than_one_kernel():
 
 def _saved(rank, cfg):
     """How many elements a block saves for backward, weights apart."""
-    config = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), config,
-                            train.from_seed(config, cfg.seed))
+    trainer, _ = make_trainer(cfg)
     block = trainer.pipeline.stages[0][1]
     weights = {param.untyped_storage().data_ptr() for param in block.parameters()}
     saved = {}
@@ -162,14 +149,14 @@ def _saved(rank, cfg):
 @pytest.mark.parametrize("words", [
     "--cp 1", "--cp 2", "--cp 4", "--cp 4 --cp-attention all-to-all", "--tp 4", "--tp 4 --sp",
     "--cp 2 --tp 2 --sp"])
-def test_a_block_holds_what_the_files_say(words):
+def test_a_block_holds_what_the_files_say(corpus, words):
     """A block saves 16 B S C: 4 inputs (of each norm and each column), q, k, v, the output of
     attention, 8 of the MLP. And for each token two numbers of each norm, and one of each head.
 
     Context parallelism: all of this by C; all-to-all has the output of attention twice. Tensor
     parallelism: q, k, v, the output and the MLP's by T; under --sp the norms' inputs and numbers,
     too. A column's input is whole: backward has no need to gather it again."""
-    cfg = flags_of(["--batch-size", "2", "--block-size", "16", *words.split()], "")
+    cfg, saved = in_layout(f"--batch-size 2 --block-size 16 {words}", corpus, _saved)
     N, T, heads = cfg.cp, cfg.tp, cfg.n_head
     activation = 2 * cfg.block_size * cfg.n_embd // N
     tokens = 2 * cfg.block_size // N
@@ -177,4 +164,4 @@ def test_a_block_holds_what_the_files_say(words):
     of_norms = T if cfg.sp else 1  # by how many ranks they are divided
     want = (2 * activation + 12 * activation // T + 2 * activation // of_norms + twice
             + tokens * heads // T + 4 * tokens // of_norms)
-    assert ranks(N * T, _saved, cfg) == [want] * (N * T)
+    assert saved == [want] * (N * T)

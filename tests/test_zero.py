@@ -1,20 +1,17 @@
 """DDP and ZeRO: how Flats lie, the bytes sent and held, what runs beside what, odd parameters."""
 
 import itertools
-import threading
 from collections import deque
-from unittest.mock import patch
+from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sizes
 import zero
 from mesh import Mesh
 from shard import Tag
-from test_all import whole_slices
-from tests.harness import flags_of, make_trainer, ranks
+from tests.harness import in_layout, make_trainer, peak_bytes, ranks, whole_slices
 
 STAGES = (0, 1, 2, 3)
 
@@ -48,43 +45,19 @@ def elements(stage, m, numels):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("D,m", [(2, 1), (3, 3)])
-def test_a_step_sends_the_formula(corpus, stage, D, m):
-    words = f"--zero {stage} --dp {D} --microbatches {m} --n-embd 25 --n-head 5"
-    found = ranks(D, elements_sent, flags_of(words.split(), corpus))
-    assert sum(sent for sent, _, _ in found) == (D - 1) * elements(stage, m, found[0][2])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_hybrid_sharding_sends_only_the_sums_of_chunks_between_copies(corpus, stage):
-    """Two copies of two shards: once a step a rank all-reduces its chunk with its copy, Psi/2
-    elements under ZeRO, Psi without."""
-    words = f"--zero {stage} --dp 4 --shard 2 --microbatches 3"
-    found = ranks(4, elements_sent, flags_of(words.split(), corpus))
+@pytest.mark.parametrize("R,copies,m", [(2, 1, 1), (3, 1, 3), (2, 2, 3)])
+def test_a_step_sends_the_formula(corpus, stage, R, copies, m):
+    """R ranks share the shards. Hybrid sharding: a rank also all-reduces its chunk (DDP: all) with
+    the ranks that have copies of it, once a step."""
+    _, found = in_layout(f"--zero {stage} --dp {copies * R} --shard {R} --microbatches {m} "
+                         "--n-embd 25 --n-head 5", corpus, elements_sent)
     numels = found[0][2]
-    assert sum(sent for sent, _, _ in found) == 2 * elements(stage, 3, numels)
-    assert sum(sent for _, sent, _ in found) == 4 * sum(numels.values()) / (2 if stage else 1)
+    assert sum(sent for sent, _, _ in found) == copies * (R - 1) * elements(stage, m, numels)
+    chunks = sum(numels.values()) * (1 if stage else R)  # of the ranks of a copy together
+    assert sum(sent for _, sent, _ in found) == 2 * (copies - 1) * chunks
 
 
 # ---- bytes held ----
-
-
-class Watch(TorchDispatchMode):
-    """After each operation: which Flats have whole weights, and how many have whole gradients."""
-
-    def __init__(self, flats):
-        super().__init__()
-        self.flats = flats
-        self.with_weights = set()  # frozensets of Flats
-        self.with_grads = 0  # the most at a time
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **kwargs or {})
-        self.with_weights.add(frozenset(flat for flat in self.flats
-                                        if flat.weights.untyped_storage().nbytes()))
-        grads = sum(flat.grads is not None for flat in self.flats)
-        self.with_grads = max(self.with_grads, grads)
-        return result
 
 
 def storages(tensors):
@@ -94,28 +67,17 @@ def storages(tensors):
 
 
 def memory_of_a_step(rank, cfg):
-    """{what: bytes, or the answer to a question}, after a validation, a step and whole()."""
+    """{what: bytes}: the peak of a forward and backward; held after a validation and a step."""
     trainer, data = make_trainer(cfg)
     reducer, optimizer = trainer.reducer, trainer.optimizer
     flats = reducer.trained_flats
     batches = data.training(cfg, 0, trainer.mesh)
-    uses = [{reducer.home[param] for param in layer.parameters()}  # the Flats of each layer
-            for layer in trainer.pipeline.stages[0]]
-
-    def objects():
-        return [tensor.untyped_storage()._cdata for f in flats for tensor in (f.weights, *f.params)]
-
-    before = objects()
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        trainer.pipeline.run(trainer.own(batches), reducer)
-    allocated = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    peak = peak_bytes(lambda: trainer.pipeline.run(trainer.own(batches), reducer))
     reducer.gradients()
     reducer.publish()
     trainer.validate(data, 1)
-    with Watch(flats) as watch:
-        trainer.step(batches, 1e-3)
+    trainer.step(batches, 1e-3)
     list(reducer.whole())
-
     chunks = [*reducer.chunks.values()] if cfg.zero == 3 else []
     grads = [flat.grads for flat in flats] + [p.grad for flat in flats for p in flat.params]
     masters = [master for master, weights in zip(optimizer.masters, reducer.weights, strict=True)
@@ -125,33 +87,26 @@ def memory_of_a_step(rank, cfg):
             "weights": storages([flat.weights for flat in flats] + chunks),
             "grads": storages(trainer.grads + grads),
             "states": storages([*masters, *optimizer.means, *optimizer.squares]),
-            "peak": max(itertools.accumulate(allocated)),
-            "same objects": objects() == before,
-            "two layers": all(any(whole <= a | b for a, b in itertools.pairwise(uses))
-                              for whole in watch.with_weights),
-            "with grads": watch.with_grads}
+            "peak": peak}
 
 
-@pytest.mark.parametrize("dtype,width,states,more", [("float32", 4, 8, []),
-                                                     ("bfloat16", 2, 12, ["--recompute"])])
+@pytest.mark.parametrize("dtype,width,states,more", [("float32", 4, 8, ""),
+                                                     ("bfloat16", 2, 12, "--recompute")])
 def test_bytes_held_are_the_formula_and_the_peak_is_what_the_stage_allows(corpus, dtype, width,
                                                                          states, more):
     """Short sequences: weights and gradients outweigh activations. A width of 65: there is padding,
     which has no optimizer states. ZeRO-2 has the whole gradients of one layer at a time, ZeRO-3 the
-    weights of two layers, in memory objects to which autograd's saved tensors point: it frees and
-    refills them, and leaves none full."""
+    weights of two layers, too."""
     D = 4
     words = (f"--dp {D} --microbatches 2 --n-embd 65 --n-head 5 --n-layer 4 --block-size 4 "
-             f"--batch-size 8 --dtype {dtype}").split() + more
+             f"--batch-size 8 --dtype {dtype} {more}")
     peaks = []
     for stage in STAGES:
-        found = ranks(D, memory_of_a_step, flags_of([*words, "--zero", str(stage)], corpus))
+        _, found = in_layout(f"{words} --zero {stage}", corpus, memory_of_a_step)
         numel, padding = found[0]["numel"], found[0]["padding"]
         for rank in found:
             assert rank["weights"] == width * sum(numel) // (D if stage == 3 else 1)
             assert rank["grads"] == width * sum(numel) // (D if stage >= 2 else 1)
-            assert rank["two layers"] == (stage == 3) and rank["same objects"]
-            assert rank["with grads"] == (1 if stage >= 2 else len(numel))
         of_all = states * (sum(numel) - padding) * (1 if stage else D)
         assert padding > 0 and sum(rank["states"] for rank in found) == of_all
         peaks.append(max(rank["peak"] for rank in found))
@@ -175,34 +130,23 @@ def test_bytes_per_parameter_are_the_published_ones(D, row):
 
 
 def overlap(rank, cfg):
-    """(of each reduction: did it start within autograd's backward, and before that had come to the
-    embedding?; did the main thread reduce?; of each forward and backward of a layer: were the next
-    layer's weights on their way?)"""
+    """(of each reduction: did it start before backward had come to the embedding?; of each forward
+    and backward of a layer of ZeRO-3: were the next layer's weights on their way?)"""
     trainer, data = make_trainer(cfg)
     reducer = trainer.reducer
-    backward = torch.autograd.backward
-    in_backward, inside, threads, ahead = [], [], [], []
+    early, ahead = [], []
 
-    def watched_backward(*args):
-        in_backward.append(True)
-        backward(*args)
-        in_backward.clear()
-
-    def reduce(flat):
-        threads.append(threading.current_thread() is threading.main_thread())
-        type(reducer).reduce(reducer, flat)
-
-    def start(flat):
-        type(reducer).start(reducer, flat)
-        inside.append((bool(in_backward), reducer.trained_flats[-1].missing > 0))
-        # The claim: the reduction can end before backward goes on. So backward waits for it
-        reducer.reductions[flat]()
-        assert len(threads) == len(inside)
+    def start(function, *args, usual=reducer.background.start):
+        wait = usual(function, *args)
+        if function == reducer.reduce:
+            early.append(reducer.trained_flats[-1].missing > 0)
+            wait()  # the claim: the reduction needs nothing of what backward has yet to do
+        return wait
 
     def look(following):
         ahead.append(all(flat in reducer.gathers for flat in reducer.flats_in(following)))
 
-    reducer.start, reducer.reduce = start, reduce
+    reducer.background.start = start
     if cfg.zero == 3:
         layers = trainer.pipeline.stages[0]
         for layer, following in itertools.pairwise(layers):
@@ -210,20 +154,17 @@ def overlap(rank, cfg):
         for before, layer in itertools.pairwise(layers[1:]):
             layer.register_forward_hook(lambda module, args, out, before=before: out.register_hook(
                 lambda grad: look(before)) and None)
-    with patch("torch.autograd.backward", watched_backward):
-        trainer.step(data.training(cfg, 0, trainer.mesh), 1e-3)
-    return inside, any(threads), ahead
+    trainer.step(data.training(cfg, 0, trainer.mesh), 1e-3)
+    return early, ahead
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, stage):
     L, m = 3, 2
-    cfg = flags_of(f"--dp 2 --zero {stage} --n-layer {L} --microbatches {m}".split(), corpus)
-    for inside, in_main_thread, ahead in ranks(2, overlap, cfg):
+    words = f"--dp 2 --zero {stage} --n-layer {L} --microbatches {m}"
+    for early, ahead in in_layout(words, corpus, overlap)[1]:
         # Each Flat, in one backward of the step or in each: the head, blocks, wpe and wte
-        assert len(inside) == (L + 3) * (m if stage >= 2 else 1) and all(each for each, _ in inside)
-        assert all(early for _, early in inside[: L + 1])
-        assert not in_main_thread
+        assert len(early) == (L + 3) * (m if stage >= 2 else 1) and all(early[: L + 1])
         # In forward all layers but the last; in backward all but embedding and first block
         assert ahead == [True] * m * (2 * L + 1) * (stage == 3)
 
@@ -231,17 +172,14 @@ def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(cor
 def run_late(background):
     """What a Background is given runs when it is waited for, and no sooner."""
     jobs = deque()
-    numbers = itertools.count()
 
     def start(function, *args):
-        number = next(numbers)
-        jobs.append((number, function, args))
+        job = partial(torch.no_grad()(function), *args)
+        jobs.append(job)
 
-        @torch.no_grad()
         def wait():
-            while jobs and jobs[0][0] <= number:
-                _, job, its_args = jobs.popleft()
-                job(*its_args)
+            while job in jobs:
+                jobs.popleft()()
 
         return wait
 
@@ -265,8 +203,9 @@ def numbers_of_steps(rank, cfg, late):
 @pytest.mark.parametrize("stage", STAGES)
 def test_whoever_needs_a_message_waits_for_it(corpus, stage):
     """The numbers are the same if each message begins when it is waited for."""
-    cfg = flags_of(f"--dp 2 --zero {stage} --microbatches 2".split(), corpus)
-    assert ranks(2, numbers_of_steps, cfg, True) == ranks(2, numbers_of_steps, cfg, False)
+    words = f"--dp 2 --zero {stage} --microbatches 2"
+    late, usual = (in_layout(words, corpus, numbers_of_steps, late) for late in (True, False))
+    assert late == usual
 
 
 # ---- odd parameters ----
