@@ -70,8 +70,8 @@ class Group:
     """Some ranks in a ring order. `rank`, and each peer that a method takes, counts within the
     group: 0 .. size - 1.
 
-    A group of one has no carrier. Collectives send nothing there, so the code that trains may call
-    them without checking the size; exchange() is for groups of two and more."""
+    A group of one sends nothing, and on a CPU it has no carrier. The code that trains may call
+    collectives without checking the size; exchange() is for groups of two and more."""
 
     def __init__(self, name, device, ranks, rank, carrier=None, native=None):
         self.name = name

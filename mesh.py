@@ -132,7 +132,10 @@ class Mesh:
         rank makes the communicators of all of these groups, also of those that it is not in,
         because torch demands that."""
         if name not in self.groups:
-            mine = Group(name, self.device, [self.rank], 0)  # alone, if no group has this rank
+            # Alone, if no group has this rank. A lone GPU has a carrier, which sends nothing, for
+            # its start_read: so the host can post the next step before it reads this one's numbers
+            carrier = Nccl(None, None, 0, self.timeout) if self.device.type == "cuda" else None
+            mine = Group(name, self.device, [self.rank], 0, carrier)
             for ranks in all_ranks:
                 if len(ranks) > 1:
                     with naming(f"rank {self.rank}: joining group {name}"):

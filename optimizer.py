@@ -52,6 +52,16 @@ def sums_of_squares(segments, dtype):
     return torch.stack(torch._foreach_norm(segments, dtype=dtype)).double().square()
 
 
+def widened(tensors, dtype):
+    """Tensors of one dtype in another: copies, or the tensors themselves if they have it. (A GPU
+    runs a kernel for many tensors, as in all functions called _foreach.)"""
+    if tensors[0].dtype == dtype:
+        return tensors
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
 class LossScale:
     """The factor of the loss, and so of the gradients: float16 has few exponents. Halved when a
     norm is not finite, doubled after 1000 finite ones in a row. Other dtypes: always 1."""
@@ -111,18 +121,17 @@ class AdamW:
         for has_decay in (True, False):
             decay = self.cfg.weight_decay if has_decay else 0.0
             for indices in self.index_lists(grads, has_decay):
-                scaled = [grads[i].to(self.wide) for i in indices]
+                scaled = widened([grads[i] for i in indices], self.wide)
                 torch._foreach_mul_(scaled, factor.to(self.wide))
                 # adamw counts the step in a tensor of each weight: give it copies
-                steps = [self.num_steps.clone() for _ in indices]
+                steps = [*self.num_steps.repeat(len(indices))]
                 adamw([self.masters[i] for i in indices], scaled, [self.means[i] for i in indices],
                       [self.squares[i] for i in indices], [], steps, fused=True,
                       found_inf=(~finite).float(), lr=lr, beta1=BETAS[0], beta2=BETAS[1], eps=1e-8,
                       weight_decay=decay, amsgrad=False, maximize=False)
         self.num_steps += finite
-        for weights, master in zip(self.weights, self.masters, strict=True):
-            if weights is not master:
-                weights.copy_(master)
+        if self.weights and self.weights[0] is not self.masters[0]:
+            torch._foreach_copy_(self.weights, self.masters)
         self.scale.update(finite)
 
     def index_lists(self, grads, has_decay):

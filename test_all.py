@@ -153,7 +153,7 @@ def flags_of(words, folder, **sizes):
     cfg = parse([*small.split(), *run.split(), "--data", folder, *words])
     vars(cfg).update(sizes)
     check_layout(cfg, 1)
-    check_device(cfg, 1, 0)
+    check_device(cfg, 1, torch.cuda.device_count())
     return cfg
 
 
@@ -209,7 +209,7 @@ def whole_slices(reducer, pieces):
 def difference(got, want):
     """The largest difference of two tensors, divided by the largest number of `want`, or by 1e-3
     if that is smaller."""
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
+    return ((got.cpu() - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
 
 
 def differences(rank, cfg, bug=False):
@@ -222,8 +222,9 @@ def differences(rank, cfg, bug=False):
     initial, reference = one_process(config, cfg.data)
     held = {}
     for tag, weight in trainer.reducer.whole():
-        held[tag.name] = weight
-        assert torch.equal(weight, tag.slice(initial[tag.name])), f"initial {tag.name} differs"
+        held[tag.name] = weight.cpu()
+        same = torch.equal(held[tag.name], tag.slice(initial[tag.name]))
+        assert same, f"initial {tag.name} differs"
     data = Data(cfg)
     clip_and_step = trainer.optimizer.step
     raw = []  # (tag, this rank's slice of the gradient) of a step, before clipping

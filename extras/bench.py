@@ -1,13 +1,15 @@
-"""Races our trainer against torch's own parts: same model, weights and data.
+"""Races our trainer against torch's own parts, and against whole trainers of others: same model,
+weights and data.
 
-    python -m extras.bench                   every row
+    python -m extras.bench                   every row but the whole trainers
         --quick                              does each row run? small models, tensors, two turns:
                                              the figures mean nothing
         --only zero                          rows with that in their name
+        --picotron FOLDER --nanogpt FOLDER   whole trainers, too, from their files (peers.py)
 
 A row has two sides in the same processes: two step functions that take turns, each turn after a
-barrier. A turn is one step (ZeRO-1: four; a small tensor's collective: several calls), and its time
-is the slowest rank's. ratio: the peer's time / ours in neighbouring turns, the median and the
+barrier. A turn is one step (ZeRO-1: four; a small tensor's collective: several), and its time is
+the slowest rank's. ratio: the peer's time / ours in neighbouring turns, the median and the
 quartiles; 1.2 means that we do 1.2 steps while the peer does one. The losses of the first steps are
 compared, so both sides do the same training. A rank is a process with one thread; only the peer of
 "context parallel" is one process with as many threads as we have ranks: torch has no ring attention
@@ -44,6 +46,7 @@ from torch.distributed.tensor.parallel import (
 import collectives
 import train
 from experts import kind_of
+from extras import peers
 from model import build, cross_entropy
 from optimizer import BETAS
 from run.flags import Parser, check_device, check_layout, parse
@@ -51,13 +54,14 @@ from schedules import cut
 from sizes import config_of
 from test_all import run_rank
 
-VOCAB_SIZE = 256
 SIZES = {  # name: flags of train.py
     "compute": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 128 --batch-size 16",
     "messages": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 32 --batch-size 4",
     "tiny": "--n-layer 4 --n-head 4 --n-embd 128 --block-size 32 --batch-size 8",
-    "long": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 2048 --batch-size 1"}
-QUICK = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 32"  # replaces those of the size
+    "long": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 2048 --batch-size 1",
+    "whole": "--n-layer 4 --n-head 8 --n-embd 256 --block-size 128 --batch-size 8",
+    "whole, few": "--n-layer 4 --n-head 8 --n-embd 256 --block-size 128 --batch-size 2"}
+QUICK = "--n-layer 2 --n-head 4 --n-embd 32 --block-size 32"  # replaces those of the size
 
 
 class Row(NamedTuple):
@@ -66,81 +70,68 @@ class Row(NamedTuple):
     size: object  # a key of SIZES, or the KB of a collective's tensor
     peer: Callable  # Job -> step function
     layout: str = ""  # flags of train.py
-    steps: int = 1  # steps in a turn
+    steps: int = 1  # steps in a turn; of a collective: calls
+    vocab_size: int = 256
+    untied: bool = False  # has a Llama's head a matrix of its own? (No flag says so)
 
 
 class Job:
-    """What both sides of a row need on one rank: the flags, and this rank's batches."""
+    """What both sides of a row need on one rank: flags, sizes, this rank's batches, our mesh."""
 
-    def __init__(self, row, rank, quick):
-        self.row = row
+    def __init__(self, row, rank, args):
+        """args: the command line."""
+        self.row, self.rank, self.args = row, rank, args
         self.n = row.n
-        self.rank = rank
         self.numel = 0  # elements of a collective's tensor
         if row.size not in SIZES:
-            self.numel = 256 * min(row.size, 1024 if quick else row.size)  # 4 bytes each
-        words = f"{SIZES.get(row.size, '')} {QUICK if quick else ''} {row.layout} --device cpu"
+            self.numel = 256 * min(row.size, 1024 if args.quick else row.size)  # 4 bytes each
+        quick = QUICK if args.quick else ""
+        words = f"{SIZES.get(row.size, '')} {quick} {row.layout} --device cpu"
         self.cfg = parse(words.split())
         check_layout(self.cfg, 1)
         check_device(self.cfg, 1, 0)
+        self.cfg.untied = row.untied
         cfg = self.cfg
-        ids = torch.randint(VOCAB_SIZE, (cfg.batch_size, cfg.block_size + 1),
+        self.config = config_of(cfg, row.vocab_size)  # the sizes of the model
+        self.mesh = train.make_mesh(cfg, "cpu")
+        ids = torch.randint(row.vocab_size, (cfg.batch_size, cfg.block_size + 1),
                             generator=torch.Generator().manual_seed(0))
-        # The ranks of a row lie along one axis; along dp each has its own sequences
-        mine = ids.chunk(cfg.dp)[rank % cfg.dp].chunk(cfg.microbatches)
+        # Neighbours in number belong to one replica; each replica has its own sequences
+        mine = ids.chunk(cfg.dp)[rank * cfg.dp // row.n].chunk(cfg.microbatches)
         self.batches = [(rows[:, :-1], rows[:, 1:]) for rows in mine]
 
+    def whole_model(self):
+        """Our model, not split, with the initial weights with which both sides begin."""
+        return build(self.config, self.cfg.seed, kind=kind_of(self.config))
 
-def repeated(job, call):
-    """A step function that calls a collective as often as have 256 KB together, or once."""
-    def step():
-        for _ in range(calls_of(job.row)):
-            call()
-        return 0.0
-
-    return step
+    def drain(self):
+        """Wait for our messages, which may still travel after a step."""
+        self.mesh.background.start(lambda: None)()  # runs after all that was started before
 
 
-def calls_of(row):
-    """Calls of a collective in a step; 1 in a row of training."""
-    return 1 if row.size in SIZES else max(1, 256 // row.size)
-
-
-# ---- our side: a function of a Job returns (step, drain) ----
-# step() runs one step and returns this rank's share of the loss. drain() waits for messages that
-# still travel after the step
+# ---- both sides: a function of a Job returns a step function ----
+# step() runs one step, and returns this rank's share of the loss; of a collective it is one call
 
 
 def ours(job):
-    mesh = train.make_mesh(job.cfg, "cpu")
-
-    def drain():
-        mesh.background.start(lambda: None)()  # runs after all that was started before
-
     if job.row.size not in SIZES:
         collective = getattr(collectives, job.row.name)
         tensor = torch.zeros(job.numel)
-        group = mesh.group("dp")
-        return repeated(job, lambda: collective(tensor, group)), drain
-    shape = config_of(job.cfg, VOCAB_SIZE)
-    trainer = train.Trainer(job.cfg, mesh, shape, train.from_seed(shape, job.cfg.seed))
+        group = job.mesh.group("dp")
+        return lambda: collective(tensor, group)
+    value = train.from_seed(job.config, job.cfg.seed)
+    trainer = train.Trainer(job.cfg, job.mesh, job.config, value)
 
     def step():
         loss, _, _ = trainer.step(job.batches, job.cfg.lr)
         return loss.item() if job.rank == 0 else 0.0  # the loss of all ranks together
 
-    return step, drain
+    return step
 
 
-# ---- torch's side, as in torch's tutorials: a function of a Job returns a step function ----
+# ---- torch's side, as in torch's tutorials ----
 # DDP and FSDP average gradients over the ranks, so in loop() a loss is divided by the tokens of
 # this rank, not by those of all ranks
-
-
-def whole_model(job):
-    """Our model, with the same initial weights."""
-    config = config_of(job.cfg, VOCAB_SIZE)
-    return build(config, job.cfg.seed, kind=kind_of(config))
 
 
 def adamw(params, cfg, kind=torch.optim.AdamW, **more):
@@ -181,18 +172,18 @@ def torch_collective(job):
     calls = {"all_reduce": lambda: dist.all_reduce(whole),
              "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole),
              "all_gather": lambda: dist.all_gather_into_tensor(whole, own)}
-    return repeated(job, calls[job.row.name])
+    return calls[job.row.name]
 
 
 def ddp(job):
-    model = whole_model(job)
+    model = job.whole_model()
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return loop(job, wrapped, adamw(model.parameters(), job.cfg), 1 / job.n)
 
 
 def ddp_zero1(job):
     """DistributedDataParallel with ZeroRedundancyOptimizer."""
-    model = whole_model(job)
+    model = job.whole_model()
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = adamw(model.parameters(), job.cfg, ZeroRedundancyOptimizer,
                       optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True)
@@ -202,7 +193,7 @@ def ddp_zero1(job):
 def fsdp(job):
     """FSDP2, which is ZeRO-3."""
     mesh = init_device_mesh("cpu", (job.n,))
-    model = whole_model(job)
+    model = job.whole_model()
     for block in model.layers[1:-1]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -246,7 +237,7 @@ def split_by_dtensor(job, model, mesh, sp):
 
 def dtensor(job):
     """Tensor parallelism by DTensor; with --sp sequence parallelism, too."""
-    model = whole_model(job)
+    model = job.whole_model()
     split_by_dtensor(job, model, init_device_mesh("cpu", (job.n,)), job.cfg.sp)
     ids, targets = job.batches[0]
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -273,7 +264,7 @@ def pipelining(job):
     """1F1B of torch.distributed.pipelining."""
     cfg = job.cfg
     last = job.rank == job.n - 1
-    model = whole_model(job)
+    model = job.whole_model()
     tokens = cfg.batch_size * cfg.block_size  # tokens of a step
     start, stop = cut(model.config.layer_costs(), job.n)[job.rank]
     part = nn.Sequential(*model.layers[start:stop])
@@ -310,7 +301,7 @@ def threads(job):
     """One process with as many threads as there are ranks; the other ranks wait."""
     if job.rank > 0:
         return lambda: 0.0
-    model = whole_model(job)
+    model = job.whole_model()
     step = loop(job, model, adamw(model.parameters(), job.cfg))
 
     def threaded():
@@ -328,8 +319,10 @@ def threads(job):
 
 P2 = "--pp 2 --microbatches 8"
 LLAMA = "--tp 2 --arch llama --n-kv-head 2"
+PICOTRON = "--arch llama --n-kv-head 4 --grad-clip 0"
 ROWS = [
-    *(Row("all_reduce", n, kb, torch_collective, f"--dp {n}")
+    # A turn's calls have 256 KB together, or it has one call
+    *(Row("all_reduce", n, kb, torch_collective, f"--dp {n}", steps=max(1, 256 // kb))
       for n in (2, 4) for kb in (4, 64, 1024, 16384, 65536)),
     *(Row(name, n, 65536, torch_collective, f"--dp {n}")
       for name in ("reduce_scatter", "all_gather") for n in (2, 4)),
@@ -345,6 +338,17 @@ ROWS = [
     *(Row("sequence parallel", 2, size, dtensor, "--tp 2 --sp") for size in ("compute", "tiny")),
     Row("tensor parallel, Llama", 2, "compute", dtensor, LLAMA),
     Row("context parallel", 2, "long", threads, "--cp 2"),
+    # Whole trainers. Each replica has 8 sequences, or 2
+    *(Row(f"picotron {name}", n, size, peers.picotron, f"{PICOTRON} {layout}", vocab_size=1024,
+          untied=True) for name, n, size, layout in (
+        ("one process", 1, "whole", ""),
+        ("dp 2", 2, "whole", "--dp 2 --batch-size 16"),
+        ("dp 2", 2, "whole, few", "--dp 2 --batch-size 4"),
+        ("tp 2", 2, "whole", "--tp 2"),
+        ("pp 2", 2, "whole", "--pp 2 --microbatches 4"),
+        ("dp 2 tp 2 pp 2", 8, "whole",
+         "--dp 2 --tp 2 --pp 2 --microbatches 4 --batch-size 16"))),
+    Row("nanoGPT one process", 1, "whole", peers.nanogpt, vocab_size=1024),
 ]
 
 
@@ -365,17 +369,19 @@ def memory():
     return 1e3 * (kb["VmRSS:"] - kb["RssFile:"]), 1e3 * (kb["VmHWM:"] - kb["RssFile:"])
 
 
-def race(row, rank, quick):
+def race(row, rank, args):
     """(milliseconds of our step, of the peer's, quartiles of the ratio, bytes of ours, of the
     peer's), the same on each rank."""
-    job = Job(row, rank, quick)
+    job = Job(row, rank, args)
     steps = []  # side 0 is ours, side 1 the peer's
+    losses = torch.zeros(2, 2)  # of each side's first two steps, in columns
+    peaks = []
 
     def turn(side, num_steps):
         """Take steps of one side. No message travels when this returns."""
         for _ in range(num_steps):
             loss = steps[side]()
-        drain()
+        job.drain()
         return loss
 
     def seconds_of_turn(side):
@@ -384,21 +390,16 @@ def race(row, rank, quick):
         turn(side, row.steps)
         return time.perf_counter() - start
 
-    # Two steps of each side, to warm up: both must have the same losses
-    losses = torch.zeros(2, 2)
-    peaks = []
-    for side in (0, 1):
+    for side, make_step in enumerate((ours, row.peer)):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # else the side might reuse what others have freed
         before, _ = memory()
-        if side == 0:
-            our_step, drain = ours(job)
-            steps.append(our_step)
-        else:
-            steps.append(row.peer(job))
-        losses[0, side] = turn(side, 1)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which the start has raised
-        losses[1, side] = turn(side, 1)
+        steps.append(make_step(job))
+        for number in (0, 1):  # the first step warms up, the second shows the peak
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            loss = turn(side, 1)
+            if row.size in SIZES:
+                losses[number, side] = loss
         peaks.append(memory()[1] - before)
     dist.all_reduce(losses)  # the sums of the ranks' shares
     assert torch.allclose(losses[:, 0], losses[:, 1], rtol=1e-3), (row, losses)
@@ -414,19 +415,19 @@ def race(row, rank, quick):
         times.append(pair)
         if len(times) == 1:
             longest = highest([sum(pair)]).item()
-            pairs = 2 if quick else int(min(max(seconds / longest, 5), 200))
-    times = highest(times) / (row.steps * calls_of(row))
+            pairs = 2 if args.quick else int(min(max(seconds / longest, 5), 200))
+    times = highest(times) / row.steps
     ratios = times[:, 1] / times[:, 0]
     quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double))
     ms = (1e3 * times).median(0).values
     return *ms.tolist(), *quartiles.tolist(), *highest(peaks).tolist()
 
 
-def race_all(rank, rows, quick):
+def race_all(rank, rows, args):
     """One of the processes that race these rows, which have the same number of ranks."""
     warnings.simplefilter("ignore")  # torch's side warns
     for row in rows:
-        ms, peer_ms, low, ratio, high, peak, peer_peak = race(row, rank, quick)
+        ms, peer_ms, low, ratio, high, peak, peer_peak = race(row, rank, args)
         gc.collect()
         dist.barrier()
         size = row.size if row.size in SIZES else f"{row.size} KB"
@@ -439,22 +440,28 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="does each row run?")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
+    parser.add_argument("--picotron", default="", metavar="FOLDER", help="a checkout of picotron")
+    parser.add_argument("--nanogpt", default="", metavar="FOLDER", help="a checkout of nanoGPT")
     args = parser.parse_args()
-    rows = [row for row in ROWS if args.only.lower() in row.name.lower()]
+    given = {peers.picotron: args.picotron, peers.nanogpt: args.nanogpt}
+    for folder in filter(None, given.values()):
+        if not Path(folder, "train.py").is_file():
+            parser.error(f"{folder} has no train.py; give the folder of a checkout")
+    every = [row for row in ROWS if given.get(row.peer, True)]
+    rows = [row for row in every if args.only.lower() in row.name.lower()]
     if not rows:
-        names = ", ".join(dict.fromkeys(row.name for row in ROWS))
+        names = ", ".join(dict.fromkeys(row.name for row in every))
         parser.error(f"--only {args.only} is in no row's name; try {names}")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores\n{'row':24}{'n':>2}  {'size':10}"
           f"{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  {'quartiles':>11}{'MB':>7}{'MB':>7}",
           flush=True)
-    for n in (2, 4):
+    for n in sorted({row.n for row in rows}):
         same = [row for row in rows if row.n == n]
-        if same:
-            with tempfile.TemporaryDirectory() as folder:
-                # fork: ranks need not import torch once more. (This process has no threads)
-                torch.multiprocessing.start_processes(
-                    run_rank, (n, f"{folder}/meeting", race_all, (same, args.quick)), n,
-                    start_method="fork")
+        with tempfile.TemporaryDirectory() as folder:
+            # fork: ranks need not import torch once more. (This process has no threads)
+            torch.multiprocessing.start_processes(
+                run_rank, (n, f"{folder}/meeting", race_all, (same, args)), n,
+                start_method="fork")
 
 
 if __name__ == "__main__":
