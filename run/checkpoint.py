@@ -178,13 +178,14 @@ def read_slice(entry, tag, start, values):
 
 
 def all_gather_text(text, world):
-    """Collective: the list of every rank's text. White space at the end is lost."""
-    data = bytearray(text.encode(errors="surrogateescape") + b" ")
+    """Collective: the list of every rank's text. (A text may hold a path, whose bytes need not be
+    UTF-8: Python's str has surrogates for these bytes.)"""
+    data = bytearray(text.encode(errors="surrogatepass") + b"\0")
     length = torch.tensor([len(data)], device=world.device)
     longest, = world.read(all_reduce(length, world, maximum))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
-    texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
-    return [bytes(row).decode(errors="surrogateescape").rstrip()
+    texts[world.rank] = torch.frombuffer(data.ljust(longest, b"\0"), dtype=torch.uint8)
+    return [bytes(row).decode(errors="surrogatepass").rstrip("\0")
             for row in world.read(all_gather(texts, world))]
 
 

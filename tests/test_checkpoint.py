@@ -353,6 +353,11 @@ def test_a_file_system_without_locks_is_written_to(tmp_path):
         checkpoint.lock(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["", "a ", "é", "\udcff", "\udcc3\udca9"])  # é under LC_ALL=C
+def test_every_rank_gets_a_path_as_it_is(text):
+    assert checkpoint.all_gather_text(text, Mesh().world) == [text]
+
+
 def test_a_path_that_cannot_be_looked_up_is_one_line(corpus, tmp_path):
     long = "x" * 5000
     for more in ({"resume": long}, {"init_from": long}):
