@@ -168,11 +168,12 @@ def launch(size, grace):
             signal.signal(number, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         deadline = math.inf
-        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-            if any(process.returncode for process in ranks):  # neither 0 nor None
+        codes = [None] * size  # None: the rank is still there
+        while None in codes and time.monotonic() < deadline:
+            if any(codes):  # neither 0 nor None
                 deadline = min(deadline, time.monotonic() + grace)
             time.sleep(0.05)
-        codes = [process.poll() for process in ranks]
+            codes = [process.poll() for process in ranks]
         for process in ranks:
             process.kill()
             process.wait()
