@@ -269,9 +269,9 @@ def at_most(timeout, store, rank, what):
     timer = threading.Timer(timeout, abort,
                             [store, rank, f"{line}: not within {timeout:g} s", timeout])
     timer.daemon = True
-    timer.start()
     try:
         with naming(line):
+            timer.start()  # fails where this user may have no more threads
             yield
     finally:
         timer.cancel()
@@ -334,8 +334,8 @@ def abort(store, rank, line, timeout, code=1):
 
     if store is None:
         end(True)
-    threading.Timer(3, end, [True]).start()  # the store may not answer
     try:
+        threading.Timer(3, end, [True]).start()  # the store may not answer
         moment = min(1.0, timeout / 4)
         last_words = store.clone()  # a thread of torch may hold the first connection
         last_words.set(f"rank {rank} has failed", "")
@@ -343,7 +343,7 @@ def abort(store, rank, line, timeout, code=1):
         if any(last_words.check([f"rank {peer} has failed"]) for peer in PEER.findall(line)):
             time.sleep(moment)
         prints = last_words.add("printed", 1) == 1
-    except RuntimeError:  # the store has gone with its process
+    except RuntimeError:  # the store has gone with its process, or there is no thread
         prints = True
     end(prints)
 

@@ -212,6 +212,26 @@ def test_an_error_of_the_compiler_is_one_line():
     assert reason(error, SimpleNamespace(compile=False)) is None  # a bug of ours: its traceback
 
 
+NO_THREADS = """
+import threading
+from torch.distributed import HashStore
+from run.launch import abort, at_most
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+try:
+    with at_most(9, None, 1, "waiting"):
+        pass
+except RuntimeError as error:
+    abort(HashStore(), 1, str(error), 9)
+"""
+
+
+def test_a_user_who_may_have_no_more_threads_gets_one_line():
+    done = command("-c", NO_THREADS)  # ulimit -u
+    assert (done.returncode, done.stderr) == (1, "-c: rank 1: waiting: can't start new thread\n")
+
+
 def test_windows_is_one_line():
     done = command("-c", "import sys; sys.platform = 'win32'; from run.launch import start; "
                    "start('')")
