@@ -27,9 +27,8 @@ import json
 import math
 import os
 import shutil
-import time
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -245,6 +244,16 @@ def complete(out):
     return sorted(found)
 
 
+def last_number(out):
+    """The largest number of a checkpoint in `out`: numbers tell the order of writing, which a clock
+    that was set back would not."""
+    numbers = [0]
+    for path in out.glob(f"step-*/{MANIFEST}"):
+        with suppress(CheckpointError):
+            numbers.append(read_manifest(path.parent)["number"])
+    return max(numbers)
+
+
 def find(path):
     """The checkpoint at `path`: this folder itself, or the newest in it. CheckpointError if there
     is none."""
@@ -384,7 +393,7 @@ def save(trainer, step, data_folder=""):
     with together(world), about(folder):
         if world.rank == 0:
             numbers = trainer.optimizer.numbers().items()
-            manifest = {"number": time.time_ns(),  # the order of writing
+            manifest = {"number": last_number(out) + 1,
                         "step": step,
                         **{name: value.item() for name, value in numbers},
                         "model": asdict(trainer.model_config),
