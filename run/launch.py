@@ -124,10 +124,13 @@ def available_cores():
 @contextmanager
 def meeting_file():
     """(path, open files that a rank needs to inherit) of an empty file at which ranks meet."""
-    if sys.platform == "linux":  # in memory, without a name: nothing stays, however the ranks end
-        file = os.memfd_create("meeting", 0)
-        yield f"/proc/self/fd/{file}", [file]
-        os.close(file)
+    if sys.platform == "linux":  # without a name: nothing stays, however the ranks end
+        try:
+            file = open(os.memfd_create("meeting", 0), "rb")
+        except (OSError, AttributeError):  # a container forbids it, or Python lacks it
+            file = tempfile.TemporaryFile()
+        with file:
+            yield f"/proc/self/fd/{file.fileno()}", [file.fileno()]
     else:
         with tempfile.NamedTemporaryFile() as file:
             yield file.name, []

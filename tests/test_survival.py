@@ -212,6 +212,14 @@ def test_an_error_of_the_compiler_is_one_line():
     assert reason(error, SimpleNamespace(compile=False)) is None  # a bug of ours: its traceback
 
 
+def test_a_container_that_forbids_shared_memory_trains(corpus, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create\n")
+    done = command("train.py", *flags(corpus, tmp_path / "out", dp=2, steps=1),
+                   env={"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0 and "replicas agree" in done.stdout, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"sitecustomize.py", "__pycache__", "out"}
+
+
 NO_THREADS = """
 import threading
 from torch.distributed import HashStore
