@@ -22,9 +22,8 @@ import json
 import math
 import os
 import shutil
-import time
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -44,7 +43,7 @@ EMBEDDING = "transformer.wte.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer one
-# Numbers of a manifest; `number`: the time of writing, in nanoseconds
+# Numbers of a manifest; `number`: which checkpoint of the folder it is, in the order of writing
 NUMBERS = {"number": int, "step": int, "updates": float, "scale": float, "good_steps": int}
 
 # ---- safetensors ----
@@ -166,6 +165,16 @@ def complete(out):
     return [folder for _, folder in sorted(found)]
 
 
+def last_number(out):
+    """The largest number of a checkpoint in `out`: numbers tell the order of writing, which a clock
+    that was set back would not."""
+    numbers = [0]
+    for path in out.glob(f"step-*/{MANIFEST}"):
+        with suppress(FileError):
+            numbers.append(read_manifest(path.parent)["number"])
+    return max(numbers)
+
+
 def find(path):
     """The checkpoint at `path`: this folder itself, or the newest in it. FileError if there is
     none."""
@@ -196,13 +205,14 @@ def sizes_in(folder):
 
 
 def all_gather_text(text, world):
-    """Collective: the list of every rank's text. White space at the end is lost."""
-    data = bytearray(text.encode(errors="surrogateescape") + b" ")
+    """Collective: the list of every rank's text. (A text may hold a path, whose bytes need not be
+    UTF-8: Python's str has surrogates for these bytes.)"""
+    data = bytearray(text.encode(errors="surrogatepass") + b"\0")
     length = torch.tensor([len(data)], device=world.device)
     longest, = world.read(all_reduce(length, world, maximum))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
-    texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
-    return [bytes(row).decode(errors="surrogateescape").rstrip()
+    texts[world.rank] = torch.frombuffer(data.ljust(longest, b"\0"), dtype=torch.uint8)
+    return [bytes(row).decode(errors="surrogatepass").rstrip("\0")
             for row in world.read(all_gather(texts, world))]
 
 
@@ -339,7 +349,7 @@ def save(trainer, step, data_folder=""):
         wait_for_all(world)
         if world.rank == 0:
             numbers = trainer.optimizer.numbers().items()
-            manifest = {"number": time.time_ns(),
+            manifest = {"number": last_number(out) + 1,
                         "step": step,
                         **{name: value.item() for name, value in numbers},
                         "model": asdict(trainer.model_config),

@@ -124,10 +124,13 @@ def available_cores():
 @contextmanager
 def meeting_file():
     """(path, open files that a rank needs to inherit) of an empty file at which ranks meet."""
-    if sys.platform == "linux":  # in memory, without a name: nothing stays, however the ranks end
-        file = os.memfd_create("meeting", 0)
-        yield f"/proc/self/fd/{file}", [file]
-        os.close(file)
+    if sys.platform == "linux":  # without a name: nothing stays, however the ranks end
+        try:
+            file = open(os.memfd_create("meeting", 0), "rb")
+        except (OSError, AttributeError):  # a container forbids it, or Python lacks it
+            file = tempfile.TemporaryFile()
+        with file:
+            yield f"/proc/self/fd/{file.fileno()}", [file.fileno()]
     else:
         with tempfile.NamedTemporaryFile() as file:
             yield file.name, []
@@ -168,11 +171,12 @@ def launch(size, grace):
             signal.signal(number, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         deadline = math.inf
-        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-            if any(process.returncode for process in ranks):  # neither 0 nor None
+        codes = [None] * size  # None: the rank is still there
+        while None in codes and time.monotonic() < deadline:
+            if any(codes):  # neither 0 nor None
                 deadline = min(deadline, time.monotonic() + grace)
             time.sleep(0.05)
-        codes = [process.poll() for process in ranks]
+            codes = [process.poll() for process in ranks]
         for process in ranks:
             process.kill()
             process.wait()
@@ -267,9 +271,9 @@ def at_most(timeout, store, rank, what):
     timer = threading.Timer(timeout, abort,
                             [store, rank, f"{line}: not within {timeout:g} s", timeout])
     timer.daemon = True
-    timer.start()
     try:
         with naming(line):
+            timer.start()  # fails where this user may have no more threads
             yield
     finally:
         timer.cancel()
@@ -332,8 +336,8 @@ def abort(store, rank, line, timeout, code=1):
 
     if store is None:
         end(True)
-    threading.Timer(3, end, [True]).start()  # the store may not answer
     try:
+        threading.Timer(3, end, [True]).start()  # the store may not answer
         moment = min(1.0, timeout / 4)
         last_words = store.clone()  # a thread of torch may hold the first connection
         last_words.set(f"rank {rank} has failed", "")
@@ -341,7 +345,7 @@ def abort(store, rank, line, timeout, code=1):
         if any(last_words.check([f"rank {peer} has failed"]) for peer in PEER.findall(line)):
             time.sleep(moment)
         prints = last_words.add("printed", 1) == 1
-    except RuntimeError:  # the store has gone with its process
+    except RuntimeError:  # the store has gone with its process, or there is no thread
         prints = True
     end(prints)
 

@@ -138,6 +138,7 @@ def contents(folder):
 def test_the_newest_is_the_one_written_last_and_a_step_written_again_is_kept(corpus, tmp_path):
     trainer = small_trainer(corpus, tmp_path)
     third = checkpoint.save(trainer, 3)
+    edited(MANIFEST, number=10**19)(third)  # as if a clock had said so that was set back since
     before = contents(third)
     checkpoint.save(trainer, 2)  # the run went back
     assert checkpoint.find(tmp_path).name == "step-00000002"
@@ -344,3 +345,8 @@ def test_a_log_that_a_crash_has_left_goes_on_after_its_last_whole_line(corpus, t
     run = Run(1, flags(corpus, out, steps=6, resume="auto"), tmp_path)
     assert run.wait() == [0], run.read()
     assert [record["step"] for record in records(out)] == [0, 4, 5]
+
+
+@pytest.mark.parametrize("text", ["", "a ", "é", "\udcff", "\udcc3\udca9"])  # é under LC_ALL=C
+def test_every_rank_gets_a_path_as_it_is(text):
+    assert checkpoint.all_gather_text(text, Mesh().world) == [text]

@@ -53,14 +53,16 @@ def test_a_killed_rank_ends_all_with_its_number(corpus, tmp_path):
     assert lines[1] == "train.py: rank 1 was ended by signal 9 (Killed)"
 
 
-def test_a_stopped_rank_is_named_within_twice_the_timeout(corpus, tmp_path):
-    run = Run(4, flags(corpus, tmp_path, tp=2, pp=2, timeout=3, steps=ENDLESS), tmp_path)
-    wait_for_steps(tmp_path)
-    run.signal(3, signal.SIGSTOP)
+@pytest.mark.parametrize("stopped", [3, 0])
+def test_a_stopped_rank_is_named_within_twice_the_timeout(corpus, tmp_path, stopped):
+    """... and the launcher, whichever rank it polls first, ends that rank."""
+    process, ranks = training(corpus, tmp_path, tp=2, pp=2, timeout=3)
+    os.kill(ranks[stopped], signal.SIGSTOP)
     begin = time.time()
-    assert run.wait(but=[3]) == [1, 1, 1]
+    code, lines = ending(process)
     assert time.time() - begin < 6 + 5  # a busy machine's processes
-    assert re.fullmatch(r".*rank \d: .*rank 3: not within 3 s\n", run.read()), run.read()
+    assert code == 1 and gone(ranks) and len(lines) == 1, lines
+    assert re.fullmatch(rf".*rank \d: .*rank {stopped}: not within 3 s", lines[0]), lines
 
 
 def shared_files():
@@ -208,6 +210,34 @@ def test_an_error_of_the_compiler_is_one_line():
     error = Failed("PermissionError: /cache\nten more lines")
     assert reason(error, SimpleNamespace(compile=True)) == "--compile: PermissionError: /cache"
     assert reason(error, SimpleNamespace(compile=False)) is None  # a bug of ours: its traceback
+
+
+def test_a_container_that_forbids_shared_memory_trains(corpus, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create\n")
+    done = command("train.py", *flags(corpus, tmp_path / "out", dp=2, steps=1),
+                   env={"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0 and "replicas agree" in done.stdout, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"sitecustomize.py", "__pycache__", "out"}
+
+
+NO_THREADS = """
+import threading
+from torch.distributed import HashStore
+from run.launch import abort, at_most
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+try:
+    with at_most(9, None, 1, "waiting"):
+        pass
+except RuntimeError as error:
+    abort(HashStore(), 1, str(error), 9)
+"""
+
+
+def test_a_user_who_may_have_no_more_threads_gets_one_line():
+    done = command("-c", NO_THREADS)  # ulimit -u
+    assert (done.returncode, done.stderr) == (1, "-c: rank 1: waiting: can't start new thread\n")
 
 
 def test_windows_is_one_line():
