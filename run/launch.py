@@ -43,7 +43,7 @@ LAUNCHER = "NANOPARALLEL_LAUNCHER"  # the launcher's pid
 MEETING = "NANOPARALLEL_MEETING"  # the path of the file at which the ranks meet
 GRACE = 10  # most seconds that the launcher gives the other ranks to end, once one has failed
 # The ranks that a CommunicationError says it waited for, such as "receive from rank 3"
-# (Group.exchange in collectives.py; meet)
+# (Group.exchange in collectives.py; join)
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")
 
 
@@ -201,7 +201,8 @@ def joined(cfg, world):
                 torch.cuda.set_device(device)
                 torch.set_float32_matmul_precision("high")  # products in TF32, like nanoGPT
             if world > 1:
-                store = meet(rank, world, device, cfg.timeout)
+                store = meet(rank, world, cfg.timeout)
+                join(store, rank, world, device, cfg.timeout)
         except ValueError as error:  # --device, or no MASTER_PORT
             fail(error)
         yield device
@@ -239,27 +240,45 @@ def explain(error, rank, cfg):
     return None, 1
 
 
-def meet(rank, size, device, timeout):
-    """Join torch's process group, once all ranks have come to the store: keys and values that all
-    ranks read and write. Returns the store."""
-    import torch.distributed as dist
+@contextmanager
+def at_most(seconds, store, rank, what):
+    """Name this block in errors, and end this process unless the block ends in time: torch may wait
+    for longer than it is told, such as for a port that takes the connection and says nothing."""
+    from collectives import naming
 
-    from collectives import CommunicationError, naming
-    from mesh import connection_options
-
-    # torch may wait for longer than it is told, such as for a port that accepts and says nothing
-    line = f"rank {rank}: meeting at the store of all ranks"
-    timer = threading.Timer(2 * timeout, abort,
-                            [None, rank, f"{line}: not within {2 * timeout:g} s", timeout])
+    line = f"rank {rank}: {what}"
+    timer = threading.Timer(seconds, abort,
+                            [store, rank, f"{line}: not within {seconds:g} s", seconds])
     timer.daemon = True
     timer.start()
     with naming(line):
+        yield
+    timer.cancel()
+
+
+def meet(rank, size, timeout):
+    """The store: keys and values that all ranks read and write."""
+    import torch.distributed as dist
+
+    with at_most(2 * timeout, None, rank, "meeting at the store of all ranks"):
         if MEETING in os.environ:
             store = dist.FileStore(os.environ[MEETING], size)
         else:  # at MASTER_ADDR and MASTER_PORT: torchrun's store, or else one of rank 0
-            store, _, _ = next(dist.rendezvous("env://", rank, size,
+            found, _, _ = next(dist.rendezvous("env://", rank, size,
                                                timeout=timedelta(seconds=timeout)))
+            # torchrun's lives on when it starts the ranks again
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)
         store.set(f"rank {rank} is here", "")
+    return store
+
+
+def join(store, rank, size, device, timeout):
+    """Join torch's process group, once all ranks have come to the store."""
+    import torch.distributed as dist
+
+    from collectives import CommunicationError
+    from mesh import connection_options
+
     keys = [f"rank {other} is here" for other in range(size)]
     try:
         store.wait(keys, timedelta(seconds=timeout))
@@ -270,11 +289,9 @@ def meet(rank, size, device, timeout):
     options = connection_options(device, timeout)
     if device.type == "cuda":
         options["device_id"] = device  # NCCL connects now, while the GPU has memory for it
-    with naming(line):
+    with at_most(2 * timeout, store, rank, "waiting for all ranks to join"):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
                                 world_size=size, **options)
-    timer.cancel()
-    return store
 
 
 def abort(store, rank, line, timeout, code=1):

@@ -311,16 +311,12 @@ def held_bytes(trainer):
 def replicas_agree(trainer):
     """Collective: do all ranks that hold the same slice of a weight hold the same bits? Compared by
     hashes."""
-    world = trainer.mesh.world
-    hashes = {}  # group of ranks that hold the same slices -> hashes of this rank's
+    own = {}  # {name of a weight and ranges of its slice: hash}
     for tag, weights in trainer.reducer.whole():
         content = weights.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
-        for group in (tag.sum_over[0], *tag.shared_by):
-            hashes.setdefault(group, []).append(digest)
-    differing = torch.zeros(1, device=world.device)
-    for group in sorted(hashes, key=lambda group: group.name):  # all ranks in one order
-        own = torch.tensor(hashes[group], device=world.device)
-        # If hashes differ, at least one rank's is not the largest, and that rank notices
-        differing += (all_reduce(own.clone(), group, maximum) != own).any()
-    return world.read(all_reduce(differing, world)) == [0]
+        own[f"{tag.name} {tag.ranges}"] = hashlib.sha256(content).hexdigest()
+    hashes = {}  # the same, with the set of all ranks' hashes
+    for text in all_gather_text(json.dumps(own), trainer.mesh.world):
+        for piece, digest in json.loads(text).items():
+            hashes.setdefault(piece, set()).add(digest)
+    return all(len(different) == 1 for different in hashes.values())

