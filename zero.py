@@ -99,10 +99,13 @@ class ZeRO1(DDP):
         self.reductions.pop(flat)()
         return own_chunk(flat.grads, flat.group), first_of_chunk(flat)
 
+    def gather(self, flat):
+        all_gather(flat.weights, flat.group)
+
     def publish(self):
         for flats in self.flats.values():
             for flat in reversed(flats):  # in the order in which forward needs them
-                self.gathers[flat] = self.background.start(all_gather, flat.weights, flat.group)
+                self.gathers[flat] = self.background.start(self.gather, flat)
 
     def make_whole(self, flat):
         """Wait until the weights of a Flat are whole: they may be on their way."""
@@ -218,7 +221,7 @@ class ZeRO3(ZeRO2):
         if flat not in self.gathers:
             flat.weights.untyped_storage().resize_(flat.weights.nbytes)
             own_chunk(flat.weights, flat.group).copy_(self.chunks[flat])
-            self.gathers[flat] = self.background.start(all_gather, flat.weights, flat.group)
+            self.gathers[flat] = self.background.start(self.gather, flat)
 
     def make_whole(self, flat):
         self.start_gather(flat)

@@ -31,11 +31,11 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
-from run.flags import check_device, fail, given, in_words, program, read_command_line, say
+from run.flags import check_device, fail, in_words, program, read_command_line, say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they ask a run to save and stop
 # What the launcher tells a rank in its environment, beside torchrun's variables
@@ -43,16 +43,8 @@ LAUNCHER = "NANOPARALLEL_LAUNCHER"  # the launcher's pid
 MEETING = "NANOPARALLEL_MEETING"  # the path of the file at which the ranks meet
 GRACE = 10  # most seconds that the launcher gives the other ranks to end, once one has failed
 # The ranks that a CommunicationError says it waited for, such as "receive from rank 3"
-# (Group.exchange in collectives.py; meet)
+# (Group.exchange in collectives.py; join)
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")
-
-
-def environment_number(name, default):
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        fail(f"{name}={text:.40} in the environment is not a number; unset WORLD_SIZE and {name}, "
-             "or use torchrun")
-    return int(text)
 
 
 class Place(NamedTuple):
@@ -65,11 +57,15 @@ class Place(NamedTuple):
 def place():
     """The Place of this process, as its launcher has said in the environment. The only process of a
     run is rank 0 of 1."""
-    world = environment_number("WORLD_SIZE", 1)
-    if world == 1:
-        return Place(0, 1, 0, 1)
-    return Place(environment_number("RANK", ""), world, environment_number("LOCAL_RANK", 0),
-                 environment_number("LOCAL_WORLD_SIZE", 1))
+    try:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if world == 1:
+            return Place(0, 1, 0, 1)
+        return Place(int(os.environ["RANK"]), world, int(os.environ.get("LOCAL_RANK", 0)),
+                     int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    except (KeyError, ValueError) as error:
+        fail(f"WORLD_SIZE, RANK in the environment are not torchrun's ({error}); unset WORLD_SIZE, "
+             "or use torchrun")
 
 
 def ignore_signals():
@@ -91,13 +87,8 @@ def start(description):
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     die_with_parent()
-    # launch() blocks these signals while it starts ranks, and a rank inherits that
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    rank, world, *_ = place()
+    world = place().world
     cfg, ranks = read_command_line(description, world)
-    if rank == 0 and LAUNCHER not in os.environ:
-        say(f"{given(cfg, 'dp', 'pp', 'cp', 'tp')}: {ranks} rank{'s' * (ranks > 1)}; loading torch",
-            sys.stdout)
     if ranks > world:
         sys.exit(launch(ranks, min(GRACE, cfg.timeout)))
 
@@ -105,10 +96,8 @@ def start(description):
 def die_with_parent():
     """A rank of our launcher, or of torchrun, ends when its parent does, even if it is stopped.
     (Linux's prctl; elsewhere its messages fail once another rank has gone.)"""
-    launcher = environment_number(LAUNCHER, 0)
-    if not launcher and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    if sys.platform == "linux":
+    launcher = int(os.environ.get(LAUNCHER, 0))
+    if sys.platform == "linux" and (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher and os.getppid() != launcher:  # it ended before that call
@@ -116,7 +105,7 @@ def die_with_parent():
 
 
 def available_cores():
-    with suppress(AttributeError):
+    if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # taskset's and a container's limits
     return os.cpu_count() or 1
 
@@ -137,7 +126,8 @@ def meeting_file():
 
 
 def start_rank(rank, size, path, files):
-    """Start this command again as one rank."""
+    """Start this command again as one rank. path: the file at which the ranks meet. files: open
+    files that the rank inherits."""
     threads = max(1, available_cores() // size)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
                  LAUNCHER: os.getpid(), MEETING: path}
@@ -155,7 +145,7 @@ def launch(size, grace):
     """Run this command again as `size` ranks on this machine, and wait for them. Once one has
     failed, the others have `grace` seconds to end. Returns the exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how ranks end
-    ranks = []
+    ranks = []  # Popens
     received = []  # the numbers of signals to this launcher
 
     def pass_on(number, frame):
@@ -164,12 +154,10 @@ def launch(size, grace):
             process.send_signal(number)
 
     with meeting_file() as (path, files):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until pass_on can reach all ranks
-        for rank in range(size):
-            ranks.append(start_rank(rank, size, path, files))
+        # Until all ranks have started, a signal ends this process, and with it those that have
+        ranks = [start_rank(rank, size, path, files) for rank in range(size)]
         for number in SIGNALS:
             signal.signal(number, pass_on)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         deadline = math.inf
         codes = [None] * size  # None: the rank is still there
         while None in codes and time.monotonic() < deadline:
@@ -212,64 +200,66 @@ def joined(cfg, world):
     import torch
     import torch.distributed as dist
 
-    from collectives import CommunicationError, naming
-    from data.files import FileError
+    from collectives import naming
 
     rank, _, local_rank, local_ranks = place()
     store = None
     try:
-        check_device(cfg, local_ranks, torch.cuda.device_count())
-    except ValueError as error:
-        fail(error)
-    try:
-        device = torch.device("cpu")
-        if cfg.device == "cuda":
-            device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(device)
-            torch.set_float32_matmul_precision("high")  # products in TF32, like nanoGPT
-        if world > 1:
-            store = meet(rank, world, cfg.timeout)
-            join(store, rank, world, device, cfg.timeout)
+        try:
+            check_device(cfg, local_ranks, torch.cuda.device_count())
+            device = torch.device("cpu")
+            if cfg.device == "cuda":
+                device = torch.device("cuda", local_rank)
+                torch.cuda.set_device(device)
+                torch.set_float32_matmul_precision("high")  # products in TF32, like nanoGPT
+            if world > 1:
+                store = meet(rank, world, cfg.timeout)
+                join(store, rank, world, device, cfg.timeout)
+        except ValueError as error:  # --device, or no MASTER_PORT
+            fail(error)
         yield device
         if world > 1:
             with naming(f"rank {rank}: waiting for all ranks to end"):
                 dist.barrier(device_ids=[local_rank] if cfg.device == "cuda" else None)
             dist.destroy_process_group()
-    except FileError as error:
-        abort(store, rank, in_words(error), cfg.timeout, code=2)
-    except (CommunicationError, OSError) as error:
-        abort(store, rank, in_words(error), cfg.timeout)
-    except (MemoryError, RuntimeError) as error:
-        line = reason(error, cfg)
+    except Exception as error:
+        line, code = explain(error, rank, cfg)
         if line is None:
             raise
-        abort(store, rank, f"rank {rank}: {line}", cfg.timeout)
+        abort(store, rank, line, cfg.timeout, code)
 
 
-def reason(error, cfg):
-    """One line for an error of memory or of --compile; None for others, whose traceback helps."""
+def explain(error, rank, cfg):
+    """(one line, exit code) for an error that a rank may meet; (None, 1) for one of ours, whose
+    traceback helps."""
     import torch
 
+    from collectives import CommunicationError
+    from data.files import FileError
+
     text = str(error)
-    full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if full or "allocate memory" in text or "not enough memory" in text:
-        return ("out of memory; try --recompute, more --microbatches, a smaller --batch-size, or "
-                "--zero with --dp")
+    if isinstance(error, FileError):
+        return in_words(error), 2
+    if isinstance(error, (CommunicationError, OSError)):
+        return in_words(error), 1
+    full = "allocate memory" in text or "not enough memory" in text
+    if full or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return (f"rank {rank}: out of memory; try --recompute, more --microbatches, a smaller "
+                "--batch-size, or --zero with --dp"), 1
     if cfg.compile and type(error).__module__.startswith("torch._"):
-        return f"--compile: {text.strip().splitlines()[0]}"
-    return None
+        return f"rank {rank}: --compile: {text.strip().splitlines()[0]}", 1
+    return None, 1
 
 
 @contextmanager
-def at_most(timeout, store, rank, what):
-    """End this process unless this block ends within `timeout` seconds: torch may wait for longer,
-    such as for a port that takes the connection and says nothing. what: names the block in errors.
-    """
+def at_most(seconds, store, rank, what):
+    """Name this block in errors, and end this process unless the block ends in time: torch may wait
+    for longer than it is told, such as for a port that takes the connection and says nothing."""
     from collectives import naming
 
     line = f"rank {rank}: {what}"
-    timer = threading.Timer(timeout, abort,
-                            [store, rank, f"{line}: not within {timeout:g} s", timeout])
+    timer = threading.Timer(seconds, abort,
+                            [store, rank, f"{line}: not within {seconds:g} s", seconds])
     timer.daemon = True
     try:
         with naming(line):
@@ -280,23 +270,28 @@ def at_most(timeout, store, rank, what):
 
 
 def meet(rank, size, timeout):
-    """The store, keys and values that all ranks read and write, once all ranks have come there."""
+    """The store: keys and values that all ranks read and write."""
+    import torch.distributed as dist
+
+    with at_most(2 * timeout, None, rank, "meeting at the store of all ranks"):
+        if MEETING in os.environ:
+            store = dist.FileStore(os.environ[MEETING], size)
+        else:  # at MASTER_ADDR and MASTER_PORT: torchrun's store, or else one of rank 0
+            found, _, _ = next(dist.rendezvous("env://", rank, size,
+                                               timeout=timedelta(seconds=timeout)))
+            # torchrun's lives on when it starts the ranks again
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)
+        store.set(f"rank {rank} is here", "")
+    return store
+
+
+def join(store, rank, size, device, timeout):
+    """Join torch's process group, once all ranks have come to the store."""
     import torch.distributed as dist
 
     from collectives import CommunicationError
+    from mesh import connection_options
 
-    with at_most(timeout, None, rank, "waiting for the store of all ranks"):
-        if MEETING in os.environ:
-            store = dist.FileStore(os.environ[MEETING], size)
-        else:
-            # torchrun's agent has a store of its own, which lives on when the ranks restart
-            has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            server = dist.TCPStore(os.environ.get("MASTER_ADDR", ""),
-                                   environment_number("MASTER_PORT", ""),
-                                   is_master=rank == 0 and not has_agent, wait_for_workers=False,
-                                   timeout=timedelta(seconds=timeout))
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), server)
-    store.set(f"rank {rank} is here", "")
     keys = [f"rank {other} is here" for other in range(size)]
     try:
         store.wait(keys, timedelta(seconds=timeout))
@@ -304,19 +299,10 @@ def meet(rank, size, timeout):
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise CommunicationError(f"rank {rank}: waiting for rank {missing[0]} to start: not within "
                                  f"{timeout:g} s") from None
-    return store
-
-
-def join(store, rank, size, device, timeout):
-    """Join torch's process group."""
-    import torch.distributed as dist
-
-    from mesh import connection_options
-
     options = connection_options(device, timeout)
     if device.type == "cuda":
         options["device_id"] = device  # NCCL connects now, while the GPU has memory for it
-    with at_most(timeout, store, rank, "waiting for all ranks to join"):
+    with at_most(2 * timeout, store, rank, "waiting for all ranks to join"):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
                                 world_size=size, **options)
 
@@ -330,8 +316,7 @@ def abort(store, rank, line, timeout, code=1):
     a moment more; the first one to add to a counter prints."""
     def end(prints):
         if prints:
-            with suppress(OSError):
-                os.write(2, f"{program()}: {line}\n".encode(errors="replace"))
+            say(f"{program()}: {line}")
         os._exit(code)
 
     if store is None:

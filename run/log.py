@@ -1,50 +1,40 @@
 """Prints the lines of a run, and writes them to metrics.jsonl in --out as JSON: one line per step,
 and one per validation. At the end of a run it compares the replicas.
 
-    step 40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%  0 min 9 s left
+    step 40  loss 3.1415  norm 1.234  lr 1.07e-03  52 ms  78,900 tokens/s  comm 12%
 
 comm: the share of the step in which rank 0's own thread waited for messages. (On a GPU, and in
 torch's own collectives, that thread does not wait in Work.wait: the log leaves it out.)
+
+--watch prints every message of the first step: when, from whom to whom, and for what.
+
+      1.52 ms   0 -> 1   tp   all_reduce, tensor_parallel.py Row.forward    4x8x16    4,096 bytes
+
+The files that train know nothing of the log: watching() replaces three methods during a step.
 """
 
 import hashlib
 import json
 import math
-import resource
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from collectives import Work, all_reduce, maximum
-from mesh import grid
-from run.checkpoint import all_gather_text, put_aside
+from collectives import Group, Work, all_reduce, maximum
+from mesh import DATA, grid
+from run.checkpoint import about, all_gather_text, put_aside
 from run.flags import program, say
-from run.watch import story, watched
-from sizes import bytes_per_parameter, peak_flops
+from sizes import peak_flops
 from transport.background import Background
 
 MAX_SKIPPED = 5  # the run gives up after so many steps in a row whose norm is not finite
 LOG_INTERVAL = 20  # steps between printed lines, after the first ten
 METRICS = "metrics.jsonl"
-
-
-def layers_in_words(start, stop, n_layer):
-    """The layers [start, stop) of a model whose list begins with the embedding and ends with the
-    head: "embedding, blocks 0 to 2"."""
-    words = ["embedding"] if start == 0 else []
-    first, last = max(start, 1) - 1, min(stop - 1, n_layer) - 1
-    if first <= last:
-        words.append(f"blocks {first} to {last}")
-    if stop == n_layer + 2:
-        words.append("head")
-    return ", ".join(words)
 
 
 class Log:
@@ -64,41 +54,23 @@ class Log:
         self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
         self.finite = True  # was the last save's state finite?
-        self.recent = deque(maxlen=50)  # seconds of the last steps
+        self.waited = 0.0  # seconds in which this rank waited for messages of the step
         self.metrics = None
         if trainer.mesh.rank == 0:
-            with self.writing():
-                interval, steps = self.cfg.eval_interval, self.cfg.steps
-                validates = interval > 0 and (first % interval == 0 or first == steps)
-                self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
+            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
-        counts = not self.is_cuda and self.cfg.collectives == "ring"
-        self.waiting = Waiting() if counts else None
         self.since = time.perf_counter()
 
-    def say(self, line):
+    def say(self, line, stream=None):
         if self.trainer.mesh.rank == 0:
-            say(line, sys.stdout)
-
-    def complain(self, line):
-        if self.trainer.mesh.rank == 0:
-            say(f"{program()}: {line}")
-
-    @contextmanager
-    def writing(self):
-        """A metrics.jsonl that cannot be written costs one line, not the run."""
-        try:
-            yield
-        except OSError as error:
-            self.metrics = None
-            self.complain(f"{self.cfg.out}/{METRICS}: {error.strerror}; the run goes on without")
+            say(line, stream or sys.stdout)
 
     def write(self, **record):
-        if self.metrics:
-            with self.writing():  # JSON has no nan and no infinity: null
-                record = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        if self.metrics:  # JSON has no nan and no infinity: null
+            record = {k: v if math.isfinite(v) else None for k, v in record.items()}
+            with about(self.metrics.name):
                 print(json.dumps(record), file=self.metrics, flush=True)
 
     def describe(self):
@@ -110,9 +82,11 @@ class Log:
         if self.world.size > 1:
             self.say(grid(trainer.mesh.sizes))
         if len(trainer.cuts) > 1:
+            layers = ["embedding", *(f"block {i}" for i in range(cfg.n_layer)), "head"]
             for stage, (start, stop) in enumerate(trainer.cuts):
+                ends = dict.fromkeys([layers[start], layers[stop - 1]])  # one name, if they are one
                 self.say(f"  stage {stage} on pipeline rank {trainer.where[stage]}: "
-                         f"{layers_in_words(start, stop, cfg.n_layer)}")
+                         + " to ".join(ends))
 
     # ---- what train.py tells the log ----
 
@@ -126,15 +100,34 @@ class Log:
 
     @contextmanager
     def watching(self, step):
-        """A context around a step: --watch prints the messages of the first one."""
-        if not self.cfg.watch or step > self.first:
-            yield
-            return
-        with watched(self.trainer.mesh) as sent:
-            yield
+        """A context around a step: counts the seconds in which this rank waits for messages;
+        --watch prints the messages of the first step."""
+        self.waited = 0.0
+        start = Background.start
+
+        def timed_start(*args):
+            return self.timed(start(*args))
+
+        with (replaced(Work, "wait", self.timed(Work.wait)),
+              replaced(Background, "start", timed_start)):
+            if not self.cfg.watch or step > self.first:
+                yield
+                return
+            with watched(self.trainer.mesh) as sent:
+                yield
         texts = all_gather_text(json.dumps(sent), self.world)
         self.say(story([message for text in texts for message in json.loads(text)],
                        self.cfg.watch))
+
+    def timed(self, wait):
+        """The function `wait`; the seconds that the main thread spends in it are counted."""
+        def timed_wait(*args):
+            begin = time.perf_counter()
+            wait(*args)
+            if threading.current_thread() is threading.main_thread():
+                self.waited += time.perf_counter() - begin
+
+        return timed_wait
 
     def step(self, step, lr, loss, norm, asked):
         """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
@@ -160,25 +153,22 @@ class Log:
     def print_step(self, step, lr, loss, norm, scale):
         cfg = self.cfg
         seconds = time.perf_counter() - self.since
-        self.recent.append(seconds)
-        rate = cfg.batch_size * cfg.block_size / seconds
-        comm = {"comm": min(1.0, self.waiting.pop() / seconds)} if self.waiting else {}
-        loss_scale = {"scale": scale} if cfg.dtype == "float16" else {}
-        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
-                   tokens_per_s=rate, **comm, **loss_scale)
         self.since = time.perf_counter()
-        near_an_end = step - self.first < 10 or step == cfg.steps - 1
-        if self.trainer.mesh.rank > 0 or not (near_an_end or step % LOG_INTERVAL == 0):
-            return
-        share = f"  comm {comm['comm']:.0%}" if comm else ""
+        rate = cfg.batch_size * cfg.block_size / seconds
+        more = {"scale": scale} if cfg.dtype == "float16" else {}
+        line = (f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  lr {lr:.2e}  "
+                f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s")
+        if not self.is_cuda and cfg.collectives == "ring":
+            more["comm"] = self.waited / seconds
+            line += f"  comm {more['comm']:.0%}"
         if self.is_cuda and self.trainer.dtype.itemsize == 2:
             peak = self.world.size * peak_flops(torch.cuda.get_device_name())
             flops = rate * self.trainer.model_config.flops_per_token(self.n_params)
-            share += f"  mfu {flops / peak:.1%}" if peak else ""
-        minutes, rest = divmod(round((cfg.steps - 1 - step) * median(self.recent)), 60)
-        self.say(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  lr {lr:.2e}  "
-                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{share}  "
-                 f"{minutes} min {rest} s left")
+            line += f"  mfu {flops / peak:.1%}" if peak else ""
+        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
+                   tokens_per_s=rate, **more)
+        if step - self.first < 10 or step == cfg.steps - 1 or step % LOG_INTERVAL == 0:
+            self.say(line)
 
     def validation(self, step, loss, last=False):
         """Print and write a validation's loss, per token and, if the data's meta.json says how long
@@ -202,101 +192,110 @@ class Log:
     def end(self):
         """Collective: print the last lines, and set ended_well."""
         if self.gave_up or not self.finite:
-            self.complain(f"the loss or the gradients' norm was not finite up to step "
-                          f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower "
-                          "--lr may help")
+            self.say(f"{program()}: the loss or the gradients' norm was not finite up to step "
+                     f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower --lr "
+                     "may help", sys.stderr)
             return
         if self.stop_asked:
             self.say(f"stopped by a signal; --resume auto goes on from {self.saved}")
             self.ended_well = True
             return
-        agree = replicas_agree(self.trainer)
-        peak = torch.cuda.max_memory_allocated() if self.is_cuda else peak_of_process()
-        numbers = held_bytes(self.trainer), predicted_bytes(self.trainer), peak
-        texts = all_gather_text(json.dumps(numbers), self.world)
-        held, predicted, peaks = zip(*map(json.loads, texts), strict=True)  # in the order of ranks
-        fullest = held.index(max(held))
-        self.say(f"model states: {held[fullest] / 1e6:.2f} MB on rank {fullest}, the fullest, "
-                 f"{predicted[fullest] / 1e6:.2f} predicted; peak of the "
-                 f"{'GPU' if self.is_cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank "
-                 f"{peaks.index(max(peaks))}\nreplicas {'agree' if agree else 'DISAGREE'}")
-        self.ended_well = agree
+        self.ended_well = replicas_agree(self.trainer)
+        held = torch.tensor([held_bytes(self.trainer)], device=self.world.device)
+        most, = self.world.read(all_reduce(held, self.world, maximum))
+        self.say(f"weights, gradients and optimizer states: {most / 1e6:.2f} MB on the fullest rank"
+                 f"\nreplicas {'agree' if self.ended_well else 'DISAGREE'}")
 
 
-def open_metrics(path, first, validates=False):
+def open_metrics(path, first):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
     aside. One that goes on from step `first` removes the lines that it writes again, and what a
-    crash has left behind the last whole line. validates: does it validate before its first step?
-    If not, the validation at the end of the earlier run stays."""
-    kept = []
-    if first == 0 and path.is_file() and path.stat().st_size:
+    crash has left behind the last whole line."""
+    if first == 0 and path.exists():
         put_aside(path)
-    elif path.is_file():
+    kept = []
+    if path.exists():
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                stays = "val_loss" in record and record["step"] == first and not validates
-                if record["step"] < first or stays:
+                # A validation at step `first` was the last line of the earlier run
+                if record["step"] < first or record["step"] == first and "val_loss" in record:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")
 
 
-class Waiting:
-    """Counts, from now on, the seconds in which this process's own thread waits for messages: for
-    the end of a Work, and of what runs in the background. Replaces Work.wait and Background.start
-    for that: the files that train know nothing of the log."""
+# ---- --watch ----
 
-    def __init__(self):
-        self.seconds = 0.0
-        start = Background.start
 
-        @wraps(start)
-        def timed_start(*args):
-            return self.timed(start(*args))
+@contextmanager
+def replaced(owner, name, function):
+    """A context in which this function stands for the method owner.name."""
+    usual = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
 
-        Work.wait = self.timed(Work.wait)
-        Background.start = timed_start
 
-    def timed(self, wait):
-        @wraps(wait)
-        def timed_wait(*args):
-            begin = time.perf_counter()
-            wait(*args)
-            if threading.current_thread() is threading.main_thread():
-                self.seconds += time.perf_counter() - begin
+@contextmanager
+def watched(mesh):
+    """A context, given a list: each message that this rank sends in it, (time in seconds, sender,
+    receiver, axis, who asked for it, shape, bytes). Messages of --collectives ring all pass
+    Group.exchange."""
+    sent = []
+    exchange = Group.exchange
 
-        return timed_wait
+    def noted(group, send=None, dst=None, *args, **more):
+        if send is not None and send.numel() > 0:
+            sent.append((time.time(), mesh.rank, group.ranks[dst],
+                         axis_of(group, mesh.sizes), asked_by(), [*send.shape],
+                         send.numel() * send.element_size()))
+        return exchange(group, send, dst, *args, **more)
 
-    def pop(self):
-        """The seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    with replaced(Group, "exchange", noted):
+        yield sent
+
+
+def asked_by():
+    """The collective that sends a message and the function that called it, read from the call
+    stack: "all_reduce, ddp.py DDP.reduce"."""
+    frame, collective = sys._getframe(2), "exchange"
+    while Path(frame.f_code.co_filename).name == "collectives.py":
+        frame, collective = frame.f_back, frame.f_code.co_name
+    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).replace("<locals>.", "")
+    return f"{collective}, {Path(frame.f_code.co_filename).name} {name}"
+
+
+def axis_of(group, sizes):
+    """The axes along which a group's ranks differ, named like train.py's flags: "tp", "dp+cp". The
+    mesh splits --dp into three axes (DATA in mesh.py): ep alone, without the others, is "ep"."""
+    names = group.name.replace("dp", "_".join(DATA)).split("_")  # such as shard_ep_cp, pp_ends
+    if names == ["world"]:
+        names = list(sizes)
+    axes = [axis for axis in names if sizes.get(axis, 1) > 1]
+    if "rep" in names or "shard" in names:
+        axes = ["dp" if axis in DATA else axis for axis in axes]
+    return "+".join(dict.fromkeys(axes))
+
+
+def story(sent, which):
+    """The lines of --watch, and the sums of each axis. which: "all", a rank, or an axis."""
+    lines, times, nbytes = [], Counter(), Counter()
+    begin = min((message[0] for message in sent), default=0)
+    for seconds, src, dst, axis, what, shape, size in sorted(sent):
+        if which in ("all", str(src), str(dst), *axis.split("+")):
+            size_text = "x".join(map(str, shape))
+            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  "
+                         f"{what:52} {size_text:>12} {size:>10,} bytes")
+            times[axis] += 1
+            nbytes[axis] += size
+    sums = [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
+    return "\n".join(lines + (sums or [f"--watch {which}: no messages in this step"]))
 
 
 # ---- at the end: memory, and do replicas agree? ----
-
-
-def peak_of_process():
-    """The most bytes that this process has held at one time."""
-    with suppress(OSError), open("/proc/self/status") as lines:
-        for line in lines:
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def predicted_bytes(trainer):
-    """Bytes of weights, gradients and optimizer states on this rank, by the formula of zero.py."""
-    reducer, zero, width = trainer.reducer, trainer.cfg.zero, trainer.dtype.itemsize
-    total = 0.0
-    for tag in reducer.tags:
-        total += tag.slice_shape.numel() * sum(
-            bytes_per_parameter(zero, tag.sum_over[0].size, width))
-    for tag, _, _ in reducer.frozen:
-        total += tag.slice_shape.numel() * bytes_per_parameter(zero, tag.sum_over[0].size, width)[0]
-    return round(total)
 
 
 def held_bytes(trainer):
@@ -312,16 +311,12 @@ def held_bytes(trainer):
 def replicas_agree(trainer):
     """Collective: do all ranks that hold the same slice of a weight hold the same bits? Compared by
     hashes."""
-    world = trainer.mesh.world
-    hashes = {}  # group of ranks that hold the same slices -> {name: hash of this rank's}
+    own = {}  # {name of a weight and ranges of its slice: hash}
     for tag, weights in trainer.reducer.whole():
         content = weights.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
-        for group in (tag.sum_over[0], *tag.shared_by):
-            hashes.setdefault(group, []).append(digest)
-    differing = torch.zeros(1, device=world.device)
-    for group in sorted(hashes, key=lambda group: group.name):  # all ranks in one order
-        own = torch.tensor(hashes[group], device=world.device)
-        # If hashes differ, at least one rank's is not the largest, and that rank notices
-        differing += (all_reduce(own.clone(), group, maximum) != own).any()
-    return world.read(all_reduce(differing, world)) == [0]
+        own[f"{tag.name} {tag.ranges}"] = hashlib.sha256(content).hexdigest()
+    hashes = {}  # the same, with the set of all ranks' hashes
+    for text in all_gather_text(json.dumps(own), trainer.mesh.world):
+        for piece, digest in json.loads(text).items():
+            hashes.setdefault(piece, set()).add(digest)
+    return all(len(different) == 1 for different in hashes.values())

@@ -1,15 +1,12 @@
 """Commands: a wrong flag is one line with its fix, before torch is imported; what a run says of
 itself is true, line by line and message by message."""
 
-import argparse
-import io
 import math
 import re
 import shlex
 import time
 from collections import Counter
 from contextlib import nullcontext
-from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -18,13 +15,10 @@ import pytest
 import sample
 import test_all
 import train
-from data import prepare
 from mesh import Mesh
 from pipeline import Pipeline
-from run import weights
 from run.flags import check_device, check_layout, parse, read_command_line
-from run.log import METRICS, Log, peak_of_process
-from run.watch import axis_of, story, watched
+from run.log import METRICS, Log, axis_of, story, watched
 from tests.harness import (
     HERE,
     command,
@@ -43,9 +37,9 @@ REFUSED = [  # words -> what the line says; where it says "try N", N has to be a
     ("--step 3", "unrecognized arguments: --step 3"),
     ("--steps many", "argument --steps: invalid int value: 'many'"),
     ("--schedule wave", "argument --schedule: invalid choice: 'wave'"),
-    ("--cp 0", "--cp 0 must be at least 1, and below 2^63"),
-    ("--seed 9223372036854775808", "--seed 9223372036854775808 must be at least 0, and below 2^63"),
-    ("--lr nan", "--lr nan must be at least 0, and below 2^63"),
+    ("--cp 0", "--cp 0 must be from 1 to 9.22337e+18"),
+    ("--lr nan", "--lr nan must be from 0 to 9.22337e+18"),
+    ("--timeout 1e10", "--timeout 10000000000.0 must be from 1 to 1e+06"),
     ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
     ("--n-embd 130", "--n-head 4 must divide --n-embd 130; try 1 or 2 or 5 or 10"),
     ("--tp 2 --cp 4 --cp-attention all-to-all", "--tp 2 x --cp 4 must divide --n-head 4; try 1 or"),
@@ -61,16 +55,9 @@ REFUSED = [  # words -> what the line says; where it says "try N", N has to be a
     ("--ep 2 --dp 2", "--ep 2 is for --experts; say how many"),
     ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2 x --tp 1; try"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
-    ("--experts 8 --top-k 7", "--top-k 7 must divide 512, the hidden units of an MLP; try 1, 2"),
     ("--pp 7", "--pp 7 x --schedule 1f1b: 7 stages must be at most --n-layer + 2 = 6"),
     ("--pp 4 --schedule interleaved", "--pp 4 x --schedule interleaved: 8 stages must be at most"),
     ("--schedule interleaved --pp 2 --microbatches 1", "--microbatches 1 must be a multiple of 2"),
-    ("--timeout 0", "--timeout 0.0 must be from 1 to 1000000 seconds"),
-    ("--timeout 1e10", "--timeout 10000000000.0 must be from 1 to 1000000 seconds"),
-    ("--pp 1000000000", "--pp 1000000000 x --schedule 1f1b: 1000000000 stages must be at most --n"),
-    ("--pp 2000000 --n-layer 2000000", "--dp 1 x --tp 1 x --pp 2000000 x --cp 1 must be at most"),
-    ("--watch", "--watch all: one rank sends no messages; try --tp 2"),
-    ("--dp 2 --tp 2 --watch 9", "--watch 9 must be a rank, 0 to 3, or an axis of several"),
     ("--local-rank=0", "start the ranks by torchrun, which sets LOCAL_RANK, not --local-rank")]
 
 
@@ -155,8 +142,14 @@ def test_only_the_first_rank_of_a_machine_says_what_is_wrong():
             for rank in "01"]
     assert [run.returncode for run in done] == [2, 2] and done[1].stderr == ""
     assert "= 3 does not match the 2 processes" in done[0].stderr
-    assert "WORLD_SIZE=x in the environment is not a number; unset" in refused(
-        "train.py", env={"WORLD_SIZE": "x"})
+
+
+@pytest.mark.parametrize("env,says", [
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE, RANK in the environment are not torchrun's .*'x'"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE, RANK in the environment are not torchrun's .*RANK"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, ".* MASTER_PORT expected")])
+def test_an_environment_of_no_launcher_is_one_line(env, says):
+    assert re.match(f"train.py: {says}", refused("train.py", "--device", "cpu", env=env))
 
 
 def test_what_sample_cannot_read_is_one_line(trained, tmp_path, capsys, monkeypatch):
@@ -168,33 +161,36 @@ def test_what_sample_cannot_read_is_one_line(trained, tmp_path, capsys, monkeypa
         assert one_line(sample.main, argv, capsys, monkeypatch) == f"sample.py: {says}\n"
 
 
-class Parsed(Exception):
-    """A command line was accepted."""
-
-
-def stop_after(parser, args=None, parse_args=argparse.ArgumentParser.parse_args):
-    parse_args(parser, args)
-    raise Parsed
-
-
-def test_the_commands_of_the_readme_parse(monkeypatch):
-    mains = {"sample.py": sample.main, "data/prepare.py": prepare.main, "run.weights": weights.main}
-    lines = re.findall(r"^    (?:pip .* && )?(python \S+ .*|torchrun .*)$",
-                       (HERE / "README.md").read_text(), re.MULTILINE)
-    seen = Counter()
+def test_the_commands_of_the_readme(tmp_path):
+    """train.py takes its lines; those of "Your data" work one after the other, with small sizes."""
+    readme = (HERE / "README.md").read_text()
+    lines = re.findall(r"^    (?:.*python |torchrun .*)train\.py(.*)$", readme, re.MULTILINE)
+    assert len(lines) >= 5
     for line in lines:
-        line = line.replace("--nproc-per-node 8 ", "")
-        program, *words = [word for word in shlex.split(line, comments=True)[1:] if word != "-m"]
-        seen[program] += 1
-        if program == "train.py":
-            check_layout(parse(words), 1)
-        elif program in mains:
-            monkeypatch.setattr("sys.argv", [program, *words])
-            with (patch("argparse.ArgumentParser.parse_args", stop_after), pytest.raises(Parsed)):
-                mains[program]()
-        else:
-            assert (HERE / program).exists() or find_spec(program), program
-    assert seen["train.py"] >= 3 and seen["data/prepare.py"] and seen["sample.py"]
+        check_layout(parse(shlex.split(line, comments=True)), 1)
+
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
+    (tmp_path / "book.txt").write_text("A book. " * 500)
+    small = "--n-layer 2 --n-embd 24 --block-size 16 --batch-size 4 --device cpu --eval-interval 2"
+    steps = ["4", "6"]
+    section = readme.partition("## Your data, resume, sample\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    python (.*)$", section, re.MULTILINE)
+    assert len(commands) == 5
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        if words[0] == "train.py":
+            words += [*small.split(), "--steps", steps.pop(0)]
+        if words[0] != "-m":
+            words[0] = HERE / words[0]
+        done = command(*words, cwd=tmp_path, env={"PYTHONPATH": str(HERE)})
+        assert done.returncode == 0, done.stderr
+        if line.startswith("train.py"):
+            assert "replicas agree\na sample:\n  | " in done.stdout
+            assert "bits per byte (gzip -9: " in done.stdout and not done.stderr
+    assert (tmp_path / "gpt2-folder").is_dir()
+    out = tmp_path / "out"
+    assert refused("sample.py", "--out", out, "--prompt", "").endswith("be empty\n")
 
 
 # ---- the log ----
@@ -227,7 +223,7 @@ def test_the_first_ten_steps_every_twentieth_and_the_last_are_printed(corpus, tm
     train_here(flags_of(["--steps", "45", "--eval-interval", "0"], corpus, out=str(tmp_path)))
     said = capsys.readouterr().out
     steps = re.findall(r"^step +(\d+)  loss \d\.\d{4}  norm \d+\.\d{3}  lr \d\.\d\de-\d\d  \d+ ms  "
-                       r"[\d,]+ tokens/s  comm \d+%  \d+ min \d+ s left$", said, re.MULTILINE)
+                       r"[\d,]+ tokens/s  comm \d+%$", said, re.MULTILINE)
     assert [*map(int, steps)] == [*range(10), 20, 40, 44]
     for step, record in enumerate(records(tmp_path)):
         assert record["step"] == step and 0 <= record["comm"] <= 1
@@ -242,16 +238,20 @@ def slow_peer(rank, cfg):
         time.sleep(0.3 * rank)
         return run(*args)
 
-    with patch.object(Pipeline, "run", slow), patch("run.launch.on_stop"):
-        train.train(cfg, train.make_mesh(cfg, cfg.device), 0)
+    with patch.object(Pipeline, "run", slow):
+        train_here(cfg, train.make_mesh(cfg, cfg.device))
 
 
-@pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 1", "--tp 2"])
+@pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 1", "--tp 2",
+                                   "--dp 2 --collectives native"])
 def test_comm_is_the_share_of_a_step_in_which_its_rank_waits(corpus, tmp_path, words):
     cfg = flags_of([*words.split(), "--eval-interval", "0"], corpus, out=str(tmp_path))
     ranks(2, slow_peer, cfg)
-    shares = [record["comm"] for record in records(tmp_path)]
-    assert len(shares) == 3 and min(shares) >= 0 and 0.5 < max(shares) <= 1
+    shares = [record.get("comm") for record in records(tmp_path)]
+    if "native" in words:  # the log cannot see where torch's own collectives wait
+        assert shares == [None] * 3
+    else:
+        assert len(shares) == 3 and min(shares) >= 0 and 0.5 < max(shares) <= 1
 
 
 def test_a_gpus_steps_are_read_one_step_late_and_are_the_same(corpus, tmp_path):
@@ -290,27 +290,6 @@ def test_a_validation_is_in_bits_per_byte_beside_gzips():
     assert said[0].endswith("4.1589 nats per token, 1.5000 bits per byte (gzip -9: 2.0000)")
 
 
-def test_one_command_trains_and_another_continues_a_text(tmp_path):
-    """... with the losses of one process."""
-    (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
-    done = command("data/prepare.py", tmp_path / "text", "--out", tmp_path / "data", "--tokenizer",
-                   "bytes")
-    assert done.returncode == 0, done.stderr
-    same = ["--data", tmp_path / "data", *"--n-layer 2 --n-embd 24 --block-size 16 --dtype float64 "
-            "--batch-size 4 --steps 4 --device cpu --eval-interval 2".split()]
-    for out, layout in (("four", "--tp 2 --pp 2"), ("one", "")):
-        done = command("train.py", *same, "--out", tmp_path / out, *layout.split())
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-        assert "replicas agree\na sample:\n  | " in done.stdout and "bits per byte" in done.stdout
-    for four, one in zip(records(tmp_path / "four"), records(tmp_path / "one"), strict=True):
-        for name in {"loss", "grad_norm", "lr", "val_loss"} & one.keys():
-            assert math.isclose(four[name], one[name], rel_tol=1e-10), (four, one)
-    done = command("sample.py", "--out", tmp_path / "four", "--prompt", "def é", "--samples", 2,
-                   "--max-tokens", 20)
-    assert done.returncode == 0 and done.stdout.count("def é") == 2, done.stderr
-    assert refused("sample.py", "--out", tmp_path / "four", "--prompt", "").endswith("be empty\n")
-
-
 # ---- --watch ----
 
 
@@ -342,13 +321,12 @@ def test_watch_tells_every_message_that_the_groups_count(corpus, words):
     assert len(lines) == len(sent)
     assert sums == {axis: f"{sum(message[3] == axis for message in sent):,} messages, {nbytes:,} "
                           "bytes" for axis, nbytes in counted.items()}
-    # A line names a collective, a file of the repository, and a function or method in the file
+    # A line names a collective, a file of the root, and a function or method in the file
     for what in {message[4] for message in sent}:
         collective, file, function = re.fullmatch(r"(\w+), (\S+) (\S+)", what).groups()
         assert re.search(rf"^ *def {collective}\b", (HERE / "collectives.py").read_text(), re.M)
-        source, = [*HERE.glob(file), *HERE.glob(f"transport/{file}")]
         for name in function.split("."):
-            assert re.search(rf"^ *(def|class) {name}\b", source.read_text(), re.M), what
+            assert re.search(rf"^ *(def|class) {name}\b", (HERE / file).read_text(), re.M), what
     # One rank's or one axis's lines are those in which it stands
     axes = {axis for key in counted for axis in key.split("+")}
     for which in ("1", *sorted(axes)):
@@ -367,16 +345,6 @@ def test_a_group_is_told_by_the_flags_along_which_its_ranks_differ(name, axes):
     assert axis_of(SimpleNamespace(name=name), sizes) == axes
 
 
-def train_natively(rank, cfg):
-    train_here(cfg, train.make_mesh(cfg, cfg.device))
-
-
-def test_comm_is_left_out_where_torchs_own_collectives_wait(corpus, tmp_path):
-    words = "--dp 2 --collectives native --eval-interval 0".split()
-    ranks(2, train_natively, flags_of(words, corpus, out=str(tmp_path)))
-    assert len(records(tmp_path)) == 3 and not any("comm" in line for line in records(tmp_path))
-
-
 def test_a_later_run_loses_no_line_of_an_earlier_one(corpus, tmp_path):
     """A run that goes on keeps the last validation; one that begins anew puts the file aside."""
     def metrics_after(*words):
@@ -391,19 +359,6 @@ def test_a_later_run_loses_no_line_of_an_earlier_one(corpus, tmp_path):
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 2, 3, 3, 4]
     metrics_after("--steps", "2")
     assert (tmp_path / f"{METRICS}.old-1").read_text() == second
-
-
-def test_a_config_json_that_cannot_be_read_is_one_line(tmp_path, capsys, monkeypatch):
-    (tmp_path / "config.json").touch()
-    words = ["train.py", "--init-from", str(tmp_path)]
-    with patch("run.flags.sizes_of", side_effect=PermissionError(13, "Permission denied", "file")):
-        said = one_line(lambda: read_command_line("", 1), words, capsys, monkeypatch)
-    assert said == "train.py: file: Permission denied\n"
-
-
-def test_a_peak_is_found_without_the_line_of_linux():
-    with patch("builtins.open", lambda path: io.StringIO("Name: python\n")):
-        assert peak_of_process() > 1 << 20
 
 
 # ---- test_all.py ----

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from run.launch import reason
+from run.launch import MEETING, exit_code, explain
 from tests.harness import HERE, Run, children, command, flags, gone, losses, start, until
 
 ENDLESS = 10**6  # steps
@@ -82,29 +82,74 @@ def test_ranks_end_with_their_launcher_even_one_that_is_stopped_and_nothing_stay
     assert shared_files() <= before and not [*odd.iterdir()]
 
 
-def test_a_rank_that_never_starts_is_named(tmp_path, corpus):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = command("train.py", *flags(corpus, tmp_path, tp=2, timeout=3), env=env)
-    assert done.returncode == 1
-    assert done.stderr == "train.py: rank 0: waiting for rank 1 to start: not within 3 s\n"
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_a_store_that_does_not_answer_is_one_line_after_the_timeout(corpus, tmp_path, listens):
+@pytest.mark.parametrize("rank,meets_at,says", [
+    (0, "file", "waiting for rank 1 to start: not within 2 s"),
+    (0, "free port", "meeting at the store of all ranks: .* 1/2 clients joined."),
+    (1, "free port", "meeting at the store of all ranks: .*"),
+    (1, "silent port", "meeting at the store of all ranks: not within 4 s")])
+def test_a_rank_that_meets_nobody_is_one_line(corpus, tmp_path, rank, meets_at, says):
+    """At the file of our launcher; at a port where it is alone, or where a program never answers.
+    """
+    env = {"RANK": str(rank), "WORLD_SIZE": "2"}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        if not listens:
+        if meets_at == "file":
+            env[MEETING] = str(tmp_path / "meeting")
+        else:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        if meets_at == "free port":
             server.close()
-        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        done = command("train.py", *flags(corpus, tmp_path, tp=2, timeout=3), env=env)
+        done = command("train.py", *flags(corpus, tmp_path, tp=2, timeout=2), env=env)
+    assert done.returncode == 1
+    assert re.fullmatch(f"train.py: rank {rank}: {says}\n", done.stderr), done.stderr
+
+
+LEAVES_EARLY = """
+import os
+from run.flags import read_command_line
+from run.launch import joined, start
+start("")
+cfg, _ = read_command_line("", 2)
+with joined(cfg, 2):
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_early_is_one_line():
+    done = command("-c", LEAVES_EARLY, "--dp", 2, "--device", "cpu", "--timeout", 20)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "rank 1: " in done.stderr and "the store of all ranks" in done.stderr
+    assert "rank 0: waiting for all ranks to end: " in done.stderr
+
+
+def test_torchrun_starts_the_ranks_again_and_they_resume(corpus, tmp_path):
+    process = start("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1",
+                    "--nproc-per-node", "2", "train.py",
+                    *flags(corpus, tmp_path, dp=2, steps=ENDLESS, save_interval=50, resume="auto"))
+    until(lambda: [*tmp_path.glob("step-????????")], "a checkpoint")
+    first = set(children(process.pid))
+    os.kill(min(first), signal.SIGKILL)
+    until(lambda: process.poll() or first.isdisjoint(children(process.pid)), "the ranks end")
+    saved = max(tmp_path.glob("step-????????"))
+    until(lambda: process.poll() or max(tmp_path.glob("step-????????")) > saved, "a checkpoint")
+    process.terminate()
+    out, error = process.communicate(timeout=120)
+    assert "resumed from" in out, error
 
 
 # ---- exit codes ----
+
+
+@pytest.mark.parametrize("codes,received,want,says", [
+    ([0, 0], [15], 0, ""),
+    ([2, 2], [], 2, ""),
+    ([1, None], [], 1, ""),  # None: had to be killed
+    ([1, -9], [], 1, "rank 1 was ended by signal 9 (Killed)"),
+    ([1, -9], [15], 1, "rank 1 was ended by signal 9 (Killed)"),
+    ([-2, -2], [2], 130, "stopped by SIGINT"),  # before a rank was ready to save
+    ([143, 1], [15, 15], 143, "stopped by SIGTERM")])
+def test_the_exit_code_tells_how_the_ranks_have_ended(codes, received, want, says, capsys):
+    assert exit_code(codes, received) == want
+    assert capsys.readouterr().err.partition(": ")[2].strip() == says
 
 
 def test_wrong_data_ends_all_ranks_with_2_though_the_starter_ignores_its_children(corpus, tmp_path):
@@ -115,31 +160,28 @@ def test_wrong_data_ends_all_ranks_with_2_though_the_starter_ignores_its_childre
     assert done.stderr == "train.py: /nonexistent: no complete checkpoint there\n"
 
 
-def test_torchrun_starts_the_ranks(corpus, tmp_path):
-    done = command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
-                   "train.py", *flags(corpus, tmp_path, tp=2))
-    assert done.returncode == 0 and "replicas agree" in done.stdout, done.stderr
-
-
 # ---- signals ----
 
 
 def test_ctrl_c_saves_after_the_step_and_resume_goes_on(corpus, tmp_path):
+    """A second one within a second is the first one again."""
     process, ranks = training(corpus, tmp_path, tp=2)
-    process.send_signal(signal.SIGINT)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and not error and "stopped by a signal" in out
-    saved = max(tmp_path.glob("step-*"))
+    saved, = tmp_path.glob("step-*")
     run = Run(2, flags(corpus, tmp_path, dp=2, resume="auto", steps=int(saved.name[5:]) + 2),
               tmp_path)
     assert run.wait() == [0, 0] and f"resumed from {saved}" in run.read("stdout"), run.read()
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone",
-                                           "--nproc-per-node", "2"]], ids=["ours", "torchrun"])
+@pytest.mark.parametrize("launcher", ["-m torch.distributed.run --nproc-per-node 2 --standalone",
+                                      ""], ids=["torchrun", "ours"])
 def test_one_signal_to_every_process_of_a_run_saves_once(corpus, tmp_path, launcher):
     """`pkill`, and systemd: each rank also gets the signal that its launcher passes on."""
-    process = start(*launcher, "train.py", *flags(corpus, tmp_path, dp=2, steps=ENDLESS))
+    process = start(*launcher.split(), "train.py", *flags(corpus, tmp_path, dp=2, steps=ENDLESS))
     wait_for_steps(tmp_path, process)
     for pid in [*children(process.pid), process.pid]:
         os.kill(pid, signal.SIGTERM)
@@ -164,9 +206,11 @@ def test_ctrl_c_while_torch_is_loading_leaves_no_traceback(corpus, tmp_path, del
     process = start("train.py", *flags(corpus, tmp_path, tp=2))
     until(lambda: "_ctypes" in Path(f"/proc/{process.pid}/maps").read_text())
     time.sleep(delay)
+    ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
     code, lines = ending(process)
     assert code and len(lines) <= 1 and "Traceback" not in str(lines), lines
+    until(lambda: gone(ranks), "the ranks end")
 
 
 # ---- what the machine lacks ----
@@ -183,13 +227,15 @@ def test_standard_output_that_is_full_or_gone_does_not_end_a_run(corpus, tmp_pat
     assert len(losses(tmp_path / "0")) == len(losses(tmp_path / "1")) == 2
 
 
-def test_a_disk_that_fills_up_ends_all_ranks_with_the_files_name(corpus, tmp_path):
+@pytest.mark.parametrize("size,saves,limit,file", [(2, 1, 1_200_000, "optimizer.safetensors"),
+                                                   (1, 0, 300, "metrics.jsonl")])
+def test_a_disk_that_fills_up_ends_all_ranks_with_the_files_name(corpus, tmp_path, size, saves,
+                                                                 limit, file):
     out = tmp_path / "out"
-    run = Run(2, flags(corpus, out, dp=2, n_embd=64, save_interval=1), tmp_path,
-              limit=1_200_000)
+    run = Run(size, flags(corpus, out, dp=size, n_embd=64, save_interval=saves), tmp_path, limit)
     codes, line = run.wait(), run.read()
     assert max(codes) == 2, line
-    assert line.count("\n") == 1 and "optimizer.safetensors" in line and "too large" in line, line
+    assert line.count("\n") == 1 and file in line and "too large" in line, line
     assert not [*out.glob("step-????????")]
 
 
@@ -208,8 +254,9 @@ def test_an_error_of_the_compiler_is_one_line():
         __module__ = "torch._inductor.exc"
 
     error = Failed("PermissionError: /cache\nten more lines")
-    assert reason(error, SimpleNamespace(compile=True)) == "--compile: PermissionError: /cache"
-    assert reason(error, SimpleNamespace(compile=False)) is None  # a bug of ours: its traceback
+    line = "rank 3: --compile: PermissionError: /cache"
+    assert explain(error, 3, SimpleNamespace(compile=True)) == (line, 1)
+    assert explain(error, 3, SimpleNamespace(compile=False))[0] is None  # ours: its traceback
 
 
 def test_a_container_that_forbids_shared_memory_trains(corpus, tmp_path):
@@ -262,48 +309,3 @@ def test_threads_are_those_of_the_processors_that_a_run_may_use():
     done = command("-c", "import os; os.sched_setaffinity(0, {0}); from run import launch; "
                    "print(launch.available_cores())")
     assert done.stdout == "1\n", done.stderr
-
-
-def test_two_signals_within_a_second_are_one_and_the_run_ends_with_0(corpus, tmp_path):
-    process, _ = training(corpus, tmp_path, dp=2)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-    assert ending(process) == (0, []) and [*tmp_path.glob("step-????????")]
-
-
-def test_a_rank_that_is_killed_while_the_run_stops_is_named(corpus, tmp_path):
-    process, ranks = training(corpus, tmp_path, dp=2)
-    os.kill(ranks[1], signal.SIGSTOP)  # so that the step under way does not end
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    os.kill(ranks[1], signal.SIGKILL)
-    code, lines = ending(process)
-    assert code == 1 and lines[-1] == "train.py: rank 1 was ended by signal 9 (Killed)", lines
-
-
-def test_a_port_that_is_missing_is_one_line_at_once(corpus, tmp_path):
-    env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    begin = time.time()
-    done = command("train.py", *flags(corpus, tmp_path, dp=2, timeout=30), env=env)
-    assert done.returncode == 2 and time.time() - begin < 30
-    assert done.stderr.startswith("train.py: MASTER_PORT= in the environment is not a number")
-    assert done.stderr.count("\n") == 1
-
-
-LEAVES_EARLY = """
-import os
-from run.flags import read_command_line
-from run.launch import joined, start
-start("")
-cfg, _ = read_command_line("", 2)
-with joined(cfg, 2):
-    if os.environ["RANK"] == "1":
-        os._exit(0)
-"""
-
-
-def test_a_rank_that_dies_while_the_others_wait_for_the_end_is_one_line():
-    done = command("-c", LEAVES_EARLY, "--dp", 2, "--device", "cpu", "--timeout", 20)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "rank 0: waiting for all ranks to end: " in done.stderr
