@@ -60,10 +60,6 @@ def empty(text, functions):
     return "\n".join(lines) + "\n"
 
 
-def git(*words, **more):
-    return subprocess.run(["git", *words], cwd=HERE, text=True, **more)
-
-
 def main():
     found = exercises()
     parser = argparse.ArgumentParser(description=__doc__,
@@ -76,14 +72,12 @@ def main():
             print(f"{name:18} {exercise.idea}")
         return
     idea, file, functions, command = found[args.name]
+    # Exits with 1 if the file differs from the last commit; from yours (-) to the repository's (+)
+    diff = ["git", "--no-pager", "diff", "-R", "--exit-code", "HEAD", "--", file]
     if args.restore:
-        # from yours (-) to the repository's (+)
-        git("--no-pager", "diff", "-R", "HEAD", "--", file)
-        code = git("checkout", "HEAD", "--", file).returncode
-        print(f"{file} is as in the last commit")
-        sys.exit(code)
-    status = git("status", "--porcelain", "--", file, capture_output=True)
-    if status.returncode or status.stdout:
+        subprocess.run(diff, cwd=HERE)
+        sys.exit(subprocess.run(["git", "checkout", "HEAD", "--", file], cwd=HERE).returncode)
+    if subprocess.run(diff, cwd=HERE, capture_output=True).returncode:
         sys.exit(f"{file} has uncommitted changes, or is in no git clone, so nothing is emptied: "
                  f"python -m extras.exercise {args.name} --restore discards all its changes")
     path = HERE / file

@@ -13,17 +13,17 @@ Not counted: padding, numbers per step, unevenly chosen experts, latency, stragg
 """
 
 import math
+import signal
 import statistics
 import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from operator import mul
 from pathlib import Path
 from typing import NamedTuple
 
 from data.files import read_json
-from run.flags import Config, Parser, fail, parse
+from run.flags import Config, Parser, check_layout, fail, parse
 from schedules import SCHEDULES, actions_of, cut, placement
 from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
 
@@ -31,43 +31,16 @@ from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of
 # and of an activation; `wide`: bytes of numbers that have at least 32 bits
 
 
-class Count(NamedTuple):
-    """Layers of a stage; or what a rank holds at one moment, once for each microbatch in flight."""
-    embeddings: int = 0
-    blocks: int = 0
-    heads: int = 0
-    deferred: int = 0  # blocks between I and W
-    again: int = 0  # 1 while a block is computed again
-
-
 @cache
 def stages_of(model, schedule, P):
-    """[{stage: Count}] of the pipeline ranks, cut as in train.py."""
-    where = placement(schedule, P)
-    ranks = [{} for _ in range(P)]
+    """[(embeddings, blocks, heads)] of the stages, cut as in train.py."""
+    cuts = cut(model.layer_costs(), P * SCHEDULES[schedule].stages_per_rank)
     last = model.n_layer + 1  # layers: 0 the embedding, 1 to n_layer the blocks, then the head
-    for stage, (start, stop) in enumerate(cut(model.layer_costs(), len(where))):
-        blocks = min(stop, last) - max(start, 1)
-        ranks[where[stage]][stage] = Count(int(start == 0), blocks, int(stop > last))
-    return ranks
+    return [(int(start == 0), min(stop, last) - max(start, 1), int(stop > last))
+            for start, stop in cuts]
 
 
-@cache
-def moments(model, schedule, P, m, rank):
-    """The different Counts of what a rank holds along its list of actions."""
-    now = Count()
-    found = set()
-    for kind, stage, _ in actions_of(schedule, P, m, SCHEDULES[schedule].stages_per_rank, rank):
-        layers = stages_of(model, schedule, P)[rank][stage]
-        if kind in ("B", "I") and layers.blocks:
-            # The head's backward comes first; then the stage's last block is computed again
-            found.add(now._replace(heads=now.heads - layers.heads, again=1))
-        more = {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
-        now = Count(*(n + more * each for n, each in zip(now, layers, strict=True)))
-        later = {"F": 0, "B": 0, "I": 1, "W": -1}[kind]
-        now = now._replace(deferred=now.deferred + later * layers.blocks)
-        found.add(now)
-    return found
+cached_actions_of = cache(actions_of)  # many layouts have the same list
 
 
 def half(ranks):
@@ -82,16 +55,16 @@ class Rank:
     def __init__(self, model, layout, rank):
         x = self.layout = layout
         self.model, self.rank = model, rank
-        stages = stages_of(model, x.schedule, x.pp)[rank].values()
-        self.embeddings, self.blocks, self.heads, *_ = map(sum, zip(*stages, strict=True))
+        self.where = placement(x.schedule, x.pp)
+        stages = [layers for layers, owner in zip(stages_of(model, x.schedule, x.pp), self.where,
+                                                  strict=True) if owner == rank]
+        self.embeddings, self.blocks, self.heads = map(sum, zip(*stages, strict=True))
         self.w = WIDTHS[x.dtype]
         self.wide = max(self.w, 4)
         self.slices = x.tp if x.sp else 1  # parts of a tensor that only --sp splits
         self.sequences = x.batch_size / (x.dp * x.microbatches)  # sequences of a microbatch
         self.n = self.sequences * model.block_size / x.cp  # tokens of a microbatch
         self.replicas = x.dp * x.cp  # over which ZeRO shards; experts: over every E-th of them
-        # ZeRO's first sum leaves each replica a chunk of the gradients
-        self.shards = self.replicas if x.zero else 1
         llama = isinstance(model, LlamaConfig)
         self.q = model.query_width
         self.kv = model.kv_width if llama else self.q
@@ -116,29 +89,37 @@ class Rank:
         self.matrix = math.ceil(model.vocab_size / x.tp) * C  # a row for each word
         matrices = self.embeddings + self.heads
         self.matrices = self.matrix * (min(matrices, 1) if self.tied else matrices)
-        self.positions = self.embeddings * bias * model.block_size * C
-        self.last_norm = self.heads * self.norm * C
-        self.others = (self.blocks * (self.split + self.whole) + self.matrices + self.positions
-                       + self.last_norm)
+        self.ends = (self.embeddings * bias * model.block_size + self.heads * self.norm) * C
+        self.others = self.blocks * (self.split + self.whole) + self.matrices + self.ends
+
+    # ---- memory ----
 
     def memory(self):
         """{what: bytes}."""
-        x = self.layout
-        others = bytes_per_parameter(x.zero, self.replicas, self.w)
-        experts = bytes_per_parameter(x.zero, self.replicas / x.ep, self.w)
-        states = [self.others * a + self.blocks * self.experts * b
-                  for a, b in zip(others, experts, strict=True)]
-        return dict(zip(("weights", "gradients", "optimizer", "activations", "buffers"),
-                        (*states, self.activations(), self.buffers()), strict=True))
+        zero = self.layout.zero
+        others = bytes_per_parameter(zero, self.replicas, self.w)
+        experts = bytes_per_parameter(zero, self.replicas / self.layout.ep, self.w)
+        weights, gradients, optimizer = (self.others * a + self.blocks * self.experts * b
+                                         for a, b in zip(others, experts, strict=True))
+        # What exists for a moment, roughly: logits (tensor_parallel.py); ZeRO-2 and 3: a layer's
+        # gradients; ZeRO-3: the weights of two layers
+        logits = min(self.n * self.model.vocab_size / self.layout.tp, 2**27)
+        layer = max(self.split + self.whole + self.experts, self.matrices)
+        buffers = self.heads * logits * (self.w + 2 * self.wide)
+        buffers += {2: 1, 3: 3}.get(zero, 0) * layer * self.w
+        return {"weights": weights, "gradients": gradients, "optimizer": optimizer,
+                "activations": self.activations(), "buffers": buffers}
 
-    # ---- activations: bytes of a microbatch ----
+    def norms(self):
+        """Bytes that a norm saves of a token: its input, mean and deviation. RMSNorm: 2 C + 1,
+        because a CPU saves the normalized input, too."""
+        return (self.model.n_embd * (3 - self.norm) + self.norm) * self.w / self.slices
 
     def block(self):
-        """What a block's forward saves, in numbers per token:
+        """Bytes that a block's forward saves of a microbatch. In numbers per token:
 
             2 C                     the inputs of two columns; --sp has gathered them
-            2 C + 4, 1/T by --sp    the inputs of two norms, their means and deviations; RMSNorm:
-                                    4 C + 2, because a CPU saves the normalized inputs, too
+            2 C + 4, 1/T by --sp    two norms
             2 q + 2 kv, 1/T         queries, keys, values, result; and a number for each head
             2 up hidden, 1/T        in and out of GELU; or gate, SiLU, other factor, product
 
@@ -158,18 +139,6 @@ class Rank:
         return (self.n * (C * w + 2 * self.norms() + inside / T + routed / self.slices) + counts
                 + tables)
 
-    def norms(self):
-        """What a norm saves of a token."""
-        return (self.model.n_embd * (3 - self.norm) + self.norm) * self.w / self.slices
-
-    def deferred(self):
-        """What a block keeps between I and W: inputs of matrices, gradients of their outputs."""
-        C, T = self.model.n_embd, self.layout.tp
-        numbers = 2 * C + (2 * self.q + 2 * self.kv) / T
-        if not self.model.n_experts:
-            numbers += 2 * C + (self.up + 1) * self.hidden / T
-        return self.n * numbers * self.w
-
     def activations(self):
         """The most along the rank's list of actions."""
         x, C, block = self.layout, self.model.n_embd, self.block()
@@ -178,94 +147,79 @@ class Rank:
         embedding = 9 * self.n * (x.tp > 1 or SCHEDULES[x.schedule].splits_backward)
         # The forward of the head has computed the gradients of its input and of its matrix
         head = self.n * (self.norms() + C * self.w) + self.matrix * self.wide
+        # Between I and W a block keeps inputs of matrices, and gradients of their outputs
+        deferred = 2 * C + (2 * self.q + 2 * self.kv) / x.tp
+        if not self.model.n_experts:
+            deferred += 2 * C + (self.up + 1) * self.hidden / x.tp
+        deferred *= self.n * self.w
         # But for GPipe more than 2 P microbatches do not raise the peak
         m = x.microbatches if x.schedule == "gpipe" else min(x.microbatches, 2 * x.pp)
-        each = (embedding, kept, head, self.deferred(), block - kept)
-        return max(sum(map(mul, held, each))
-                   for held in moments(self.model, x.schedule, x.pp, m, self.rank))
+        v = SCHEDULES[x.schedule].stages_per_rank
+        held = most = 0
+        for kind, stage, _ in cached_actions_of(x.schedule, x.pp, m, v, self.rank):
+            embeddings, blocks, heads = stages_of(self.model, x.schedule, x.pp)[stage]
+            saved = embeddings * embedding + blocks * kept + heads * head
+            if kind in ("B", "I") and blocks:
+                # The head's backward comes first; then the stage's last block is computed again
+                most = max(most, held - heads * head + block - kept)
+            held += {"F": saved, "B": -saved, "I": blocks * deferred - saved,
+                     "W": -blocks * deferred}[kind]
+            most = max(most, held)
+        return most
 
-    def buffers(self):
-        """What exists for a moment, roughly: logits (tensor_parallel.py); ZeRO-2 and 3: a layer's
-        gradients; ZeRO-3: the weights of two layers."""
-        logits = min(self.n * self.model.vocab_size / self.layout.tp, 2**27)
-        layer = max(self.split + self.whole + self.experts, self.matrices)
-        layers = {2: 1, 3: 3}.get(self.layout.zero, 0)
-        return self.heads * logits * (self.w + 2 * self.wide) + layers * layer * self.w
-
-    # ---- messages: bytes of a step ----
+    # ---- messages ----
 
     def messages(self):
-        """{axis: bytes that the rank sends}."""
-        return {"tp": self.sent_tp(), "cp": self.sent_cp(), "ep": self.sent_ep(),
-                "pp": self.sent_pp(), "dp": self.sent_dp()}
+        """{axis: bytes that the rank sends in a step}."""
+        x, model, T, w = self.layout, self.model, self.layout.tp, self.w
+        m, forwards = x.microbatches, 1 + x.recompute
+        activation = self.n * model.n_embd * w
+        # ZeRO's first sum leaves each replica a chunk of the gradients
+        shards = self.replicas if x.zero else 1
+        # Experts' counts for each sequence, which --sp and --cp sum
+        counts = 2 * forwards * self.blocks * self.sequences * model.n_experts * self.wide
 
-    def counts(self):
-        """Experts' counts for each sequence of a microbatch, which --sp and --cp sum."""
-        numbers = self.blocks * self.sequences * self.model.n_experts
-        return 2 * (1 + self.layout.recompute) * numbers * self.wide
-
-    def sent_tp(self):
-        """In halves of all-reduces of an activation: a block has 2 forward and 2 backward for each
-        of attention and MLP, each end one and one. Recompute needs no message after the last
-        product. The loss: a number for each token. Once, with --sp: gradients of what is whole."""
-        x, T = self.layout, self.layout.tp
-        halves = 4 if self.model.n_experts else 8
+        # In halves of all-reduces of an activation: a block has 2 forward and 2 backward for each
+        # of attention and MLP, each end one and one. Recompute needs none after the last product
+        halves = 4 if model.n_experts else 8
         if x.recompute:
-            halves += 3 if x.sp and not self.model.n_experts else 2
+            halves += 3 if x.sp and not model.n_experts else 2
         halves = self.blocks * halves + 2 * (self.embeddings + self.heads)
-        activations = halves * half(T) * self.n * self.model.n_embd * self.w
-        loss = self.heads * ((T - 1) * self.n + 2 * half(T)) * self.wide
-        total = x.microbatches * (activations + loss)
-        if x.sp:
-            whole = self.blocks * self.whole + self.positions + self.last_norm
-            total += 2 * half(T) * whole * self.w / self.shards
-            total += x.microbatches * half(T) * self.counts()
-        return total
+        loss = self.heads * ((T - 1) * self.n + 2 * half(T)) * self.wide  # a number for each token
+        tp = m * (halves * half(T) * activation + loss)
+        if x.sp:  # once: gradients of what is whole
+            tp += 2 * half(T) * (self.blocks * self.whole + self.ends) * w / shards
+            tp += m * half(T) * counts
 
-    def sent_cp(self):
-        """Keys and values go around the ring in forward and backward, their gradients in backward.
-        """
-        x = self.layout
-        around = (x.cp - 1) * 2 * self.n * self.kv / x.tp
-        ring = self.blocks * around * ((2 + x.recompute) * self.w + self.wide)
-        return x.microbatches * (ring + half(x.cp) * self.counts())
+        # Keys and values go around the ring in each forward and in backward, where their gradients
+        # go around, too
+        ring = self.blocks * (x.cp - 1) * 2 * self.n * self.kv / T
+        cp = m * (ring * ((1 + forwards) * w + self.wide) + half(x.cp) * counts)
 
-    def sent_ep(self):
-        """Tokens to their k experts and back, in forward and backward; how many will come."""
-        x, ranks = self.layout, self.layout.ep * self.slices
-        if not self.model.n_experts:
-            return 0
-        rows = self.model.top_k * self.n / self.slices
-        nbytes = 2 * (2 + x.recompute) * rows * self.model.n_embd * self.w
-        nbytes += 8 * (1 + x.recompute) * self.model.n_experts
-        return x.microbatches * self.blocks * half(ranks) * nbytes
+        # Tokens go to their k experts and back, in forward and backward; and how many will come
+        rows = 2 * (1 + forwards) * model.top_k * activation / self.slices
+        ep = rows + 8 * forwards * model.n_experts if model.n_experts else 0
+        ep *= m * self.blocks * half(x.ep * self.slices)
 
-    def sent_pp(self):
-        """Activations to the next stage, gradients to the one before. Once: the gradient of the
-        tied matrix to the other end."""
-        x = self.layout
-        where = placement(x.schedule, x.pp)
-        ends = [rank for pair in zip(where, where[1:], strict=False) if len({*pair}) > 1
-                for rank in pair]
-        activation = self.n * self.model.n_embd * self.w / self.slices
-        total = x.microbatches * ends.count(self.rank) * activation
-        if self.tied and x.pp > 1 and self.rank in (where[0], where[-1]):
-            total += self.matrix * self.w / self.shards
-        return total
+        # Activations go to the next stage, gradients to the one before. Once: the gradient of the
+        # tied matrix goes to the other end
+        borders = [pair for pair in zip(self.where, self.where[1:], strict=False)
+                   if len({*pair}) > 1]
+        pp = m * sum(self.rank in pair for pair in borders) * activation / self.slices
+        if self.tied and x.pp > 1 and self.rank in (self.where[0], self.where[-1]):
+            pp += self.matrix * w / shards
 
-    def sent_dp(self):
-        """zero.py's table. ZeRO-3 gathers only once what backward does not read (positions) or
-        finds still there (the head's), and the first block stays for the next microbatch. (That
-        holds without a pipeline.)"""
-        x, m = self.layout, self.layout.microbatches
-        once = self.positions + self.last_norm + (0 if self.tied else self.matrices)
-        total = 0
+        # zero.py's table. ZeRO-3 gathers only once what backward does not read (positions) or finds
+        # still there (the head's), and the first block stays for the next microbatch. (That holds
+        # without a pipeline)
+        once = self.ends + (0 if self.tied else self.matrices)
+        dp = 0
         for n, less, first, ranks in (
                 (self.others, once, self.split + self.whole, self.replicas),
                 (self.blocks * self.experts, 0, self.experts, self.replicas / x.ep)):
             elements = (2 * n, 2 * n, (1 + m) * n, m * (3 * n - less) - (m - 1) * first)[x.zero]
-            total += half(ranks) * elements * self.w
-        return total
+            dp += half(ranks) * elements * w
+        return {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp}
 
 
 # ---- seconds ----
@@ -340,13 +294,13 @@ def compute_seconds(rank, gpu, scores):
     return flops / (gpu.share * gpu.flops) + moved / (1e9 * HBM * gpu.hbm)
 
 
-def step_seconds(model, layout, gpu, v=0, scores=0):
-    """(seconds of a step, the bubble, what the slowest pipeline rank sends). v: stages of a rank,
-    if not the schedule's. Beside compute travel keys and values, the pipeline's activations, the
-    gradients of the last microbatch (ZeRO-2, 3: all messages of all). Compute waits for tp and ep.
-    """
+def step_seconds(ranks, gpu, v=0, scores=0):
+    """(seconds of a step, the bubble, what the slowest rank sends) of the pipeline ranks of a
+    layout. v: stages of a rank, if not the schedule's. Beside compute travel keys and values, the
+    pipeline's activations, the gradients of the last microbatch (ZeRO-2, 3: all messages of all).
+    Compute waits for tp and ep."""
+    layout = ranks[0].layout
     m = layout.microbatches
-    ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
     slowest = max(ranks, key=lambda rank: compute_seconds(rank, gpu, scores))
     each = compute_seconds(slowest, gpu, scores)
     sent = slowest.messages()
@@ -354,8 +308,8 @@ def step_seconds(model, layout, gpu, v=0, scores=0):
     pipeline = m * each + seconds["tp"] + seconds["ep"]
     pipeline += exposed(seconds["cp"], m * each) + exposed(seconds["pp"], m * each)
     # The table of schedules.py
-    v = v or SCHEDULES[layout.schedule].stages_per_rank
-    rounds = m * (3 if layout.schedule == "zb-h1" else v)
+    rounds = m * (3 if layout.schedule == "zb-h1" else v
+                  or SCHEDULES[layout.schedule].stages_per_rank)
     bubble = (layout.pp - 1) / (rounds + layout.pp - 1)
     # AdamW reads and writes its states, reads gradients, writes weights
     optimizer = 2.5 * slowest.memory()["optimizer"] / (1e9 * HBM * gpu.hbm)
@@ -366,49 +320,58 @@ def step_seconds(model, layout, gpu, v=0, scores=0):
 # ---- all layouts ----
 
 
-def divisors(n, most):
-    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def layouts(model, gpus, gpu, batch_size):
-    """Yields those to compare. Left out because others are never worse: tensor ranks without --sp,
-    GPipe, context ranks for short sequences, ZeRO-2 and 3 in a pipeline (a message a microbatch).
-    """
-    heads = math.gcd(model.n_head, getattr(model, "n_kv_head", 0))
-    for tp, cp, pp in product(divisors(heads, gpu.node), (1, 2, 4, 8, 16), divisors(gpus, 128)):
-        dp, rest = divmod(gpus, tp * cp * pp)
-        if rest or cp > max(1, model.block_size // 4096):
+    """Yields those to compare, of all that train.py accepts. Left out because others are never
+    worse: tensor ranks without --sp, GPipe, context ranks for short sequences, ZeRO-2 and 3 in a
+    pipeline (a message a microbatch)."""
+    sizes = {name: value for name, value in vars(model).items() if hasattr(Config, name)}
+    sizes.update(arch=model.arch, experts=model.n_experts, dtype="bfloat16")
+    for tp, cp, pp, ep, zero, schedule, recompute, sequences in product(
+            divisors(gpu.node), (1, 2, 4, 8, 16), divisors(gpus), divisors(model.n_experts or 1),
+            range(4), ("1f1b", "interleaved", "zb-h1"), (False, True), (1, 2, 4, 8)):
+        dp = gpus // (tp * cp * pp)
+        m = batch_size // (dp * sequences) if dp else 0
+        divides = dp * tp * cp * pp == gpus and m * dp * sequences == batch_size
+        worse = cp > max(1, model.block_size // 4096) or (pp > 1 and zero > 1)
+        if not divides or worse or (pp == 1 and schedule != "1f1b"):
             continue
-        expert_ranks = [ep for ep in divisors(dp, model.n_experts) if
-                        model.n_experts % (ep * tp) == 0] if model.n_experts else [1]
-        schedules = ("1f1b", "interleaved", "zb-h1") if pp > 1 else ("1f1b",)
-        for ep, zero, schedule, recompute, sequences in product(
-                expert_ranks, range(2 if pp > 1 else 4), schedules, (False, True), (1, 2, 4, 8)):
-            m, rest = divmod(batch_size, dp * sequences)
-            fits = pp * SCHEDULES[schedule].stages_per_rank <= model.n_layer + 2
-            if rest == 0 and m and fits and not (SCHEDULES[schedule].in_rounds and m % pp):
-                yield Config(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, zero=zero,
-                             schedule=schedule, microbatches=m, recompute=recompute,
-                             batch_size=batch_size, dtype="bfloat16")
+        layout = Config(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, zero=zero, schedule=schedule,
+                        microbatches=m, recompute=recompute, batch_size=batch_size, **sizes)
+        try:
+            check_layout(layout, world=1)
+        except ValueError:
+            continue
+        yield layout
 
 
 def search(model, gpus, gpu, batch_size):
-    """([(seconds, layout, memory of its fullest rank, bubble, messages)], the fastest first, of
-    layouts that fit; [bytes] of those that do not)."""
-    found, too_large = [], []
+    """[(seconds, layout, memory of its fullest rank, bubble, messages)] of the layouts that fit,
+    the fastest first. ValueError: none fits."""
+    found = []
+    leanest = math.inf
     for layout in layouts(model, gpus, gpu, batch_size):
-        held = max((Rank(model, layout, rank).memory() for rank in range(layout.pp)),
-                   key=lambda held: sum(held.values()))
-        total = sum(held.values())
-        if total > 1e9 * USABLE * gpu.gb:
-            too_large.append(total)
-        else:
-            seconds, bubble, sent = step_seconds(model, layout, gpu)
+        ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
+        held = max((rank.memory() for rank in ranks), key=lambda held: sum(held.values()))
+        leanest = min(leanest, sum(held.values()))
+        if sum(held.values()) <= 1e9 * USABLE * gpu.gb:
+            seconds, bubble, sent = step_seconds(ranks, gpu)
             found.append((seconds, layout, held, bubble, sent))
-    return sorted(found, key=lambda row: row[0]), too_large
+    if not found:
+        raise ValueError(f"no layout fits: the leanest takes {leanest / 1e9:.0f} GB of a GPU")
+    return sorted(found, key=lambda row: row[0])
 
 
 # ---- models, and published runs ----
+
+MODELS = {"gpt2-xl": "48,25,1600,50257", "gpt3-13b": "40,40,5120,51200",
+          "gpt3-175b": "96,96,12288,51200", "llama3-8b": "32,32,4096,128256,14336,8",
+          "llama3-70b": "80,64,8192,128256,28672,8", "llama3-405b": "126,128,16384,128256,53248,8",
+          "mixtral-8x7b": "32,32,4096,32000,14336,8,128,8,2",
+          "qwen3-235b": "94,64,4096,151936,1536,4,128,128,8"}
 
 
 def model_of(words):
@@ -432,21 +395,16 @@ def model_of(words):
                        head_dim=head_dim, tied=False)
 
 
-MODELS = {"gpt2-xl": "48,25,1600,50257", "gpt3-13b": "40,40,5120,51200",
-          "gpt3-175b": "96,96,12288,51200", "llama3-8b": "32,32,4096,128256,14336,8",
-          "llama3-70b": "80,64,8192,128256,28672,8", "llama3-405b": "126,128,16384,128256,53248,8",
-          "mixtral-8x7b": "32,32,4096,32000,14336,8,128,8,2",
-          "qwen3-235b": "94,64,4096,151936,1536,4,128,128,8"}
-
-
-def flops_of(model, tokens):
-    """Without what is recomputed, masked scores counted."""
-    return 3 * sum(model.layer_costs()) * tokens
+def ideal_seconds(model, gpus, gpu, batch_size):
+    """A step at an MFU of 1: nothing computed twice, masked scores counted."""
+    tokens = batch_size * model.block_size
+    return 3 * sum(model.layer_costs()) * tokens / (gpus * gpu.flops)
 
 
 def published():
     """Print the runs of published.txt, our seconds, and those of one MFU for all runs."""
-    rows = []
+    errors = {}  # dense, or mixture -> [(plan's, the MFU's)]
+    print(f"{'published run':42} seconds     plan  error  at {MFU:.0%}  error")
     for line in Path(__file__).with_name("published.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
@@ -456,61 +414,51 @@ def published():
         layout = parse(["--dtype", "bfloat16", *words.split()])
         layout.recompute = float(again)
         model = replace(model_of(name), block_size=layout.block_size)
-        ours, *_ = step_seconds(model, layout, gpu, int(v), int(scores))
+        ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
+        plan, *_ = step_seconds(ranks, gpu, int(v), int(scores))
         gpus = layout.dp * layout.tp * layout.pp * layout.cp
-        ideal = flops_of(model, layout.batch_size * layout.block_size) / (gpus * gpu.flops)
-        rows.append((source, float(seconds), ours, ideal, bool(model.n_experts)))
-    print(f"{'published run':42} seconds     plan  error    MFU  at {MFU:.0%}  error")
-    for source, seconds, ours, ideal, _ in rows:
-        print(f"{source:42} {seconds:7.2f} {ours:8.2f} {ours / seconds - 1:+6.0%} "
-              f"{ideal / seconds:6.0%} {ideal / MFU:7.2f} {ideal / MFU / seconds - 1:+6.0%}")
-    own = statistics.median(ideal / seconds for _, seconds, _, ideal, _ in rows)
-    for words, mixtures in (("dense", False), ("mixtures", True)):
-        seconds, ours, ideal = zip(*(row[1:4] for row in rows if row[4] == mixtures), strict=True)
-        plan, guess, hindsight = (
-            statistics.median(abs(b / a - 1) for a, b in zip(seconds, predicted, strict=True))
-            for predicted in (ours, [t / MFU for t in ideal], [t / own for t in ideal]))
-        print(f"median error, {len(seconds)} {words}: plan {plan:.0%}, one MFU {guess:.0%} "
-              f"({hindsight:.0%} in hindsight, at {own:.0%}, the median of all {len(rows)})")
+        guess = ideal_seconds(model, gpus, gpu, layout.batch_size) / MFU
+        off = [predicted / float(seconds) - 1 for predicted in (plan, guess)]
+        print(f"{source:42} {float(seconds):7.2f} {plan:8.2f} {off[0]:+6.0%} {guess:7.2f} "
+              f"{off[1]:+6.0%}")
+        errors.setdefault("mixtures" if model.n_experts else "dense", []).append(map(abs, off))
+    for kind, rows in errors.items():
+        plan, guess = map(statistics.median, zip(*rows, strict=True))
+        print(f"median error, {len(rows)} {kind}: plan {plan:.0%}, one MFU {guess:.0%}")
 
 
 # ---- the screen ----
 
 ROWS = 20
-HEAD = ("  dp tp pp cp ep zero schedule       m  b again | GB held: w    g  opt  act  buf  all | "
-        "GB sent: tp    cp    ep    pp    dp | bubble seconds MFU")
+COLUMNS = ("dp", "tp", "pp", "cp", "ep", "zero", "schedule", "m", "b", "again", "w", "g", "opt",
+           "act", "buf", "all", "tp", "cp", "ep", "pp", "dp", "bubble", "seconds", "MFU")
+ROW = ("{:>4} {:>2} {:>2} {:>2} {:>2} {:>4} {:11} {:>4} {:>2} {:5} | {:>4} {:>4} {:>4} {:>4} {:>4} "
+       "{:>4} | {:>5} {:>5} {:>5} {:>5} {:>6} | {:>6} {:>7} {:>3}")
 
 
 def show(model, gpus, gpu, batch_size):
-    tokens = batch_size * model.block_size
-    whole = Rank(model, Config(dp=1, microbatches=1), 0)
-    print(f"{(whole.others + whole.blocks * whole.experts) / 1e9:.1f}e9 parameters, {tokens:,} "
-          f"tokens per step, sequences of {model.block_size}, 16 bits. Reached: {gpu.share:.0%} of "
-          f"{gpu.flops / 1e12:.0f} TFLOP/s,\n{HBM:.0%} of memory's {gpu.hbm} GB/s, {NVLINK:.0%} of "
-          f"NVLink's {gpu.nvlink}, {NETWORK:.0%} of the network's {gpu.network}; "
-          f"{USABLE:.0%} of {gpu.gb} GB can be filled\n")
-    found, too_large = search(model, gpus, gpu, batch_size)
+    found = search(model, gpus, gpu, batch_size)
     best, by_stages = {}, {}  # the fastest layout of each place; of each P
     for row in found:
         x = row[1]
         best.setdefault((x.dp, x.tp, x.pp, x.cp, x.ep), row)
         by_stages.setdefault(x.pp, row)
-    print(HEAD)
-    for seconds, x, held, bubble, sent in [*best.values()][:ROWS]:
-        held = [*held.values()]
-        mfu = flops_of(model, tokens) / (gpus * gpu.flops * seconds)
-        print(f"{x.dp:4} {x.tp:2} {x.pp:2} {x.cp:2} {x.ep:2} {x.zero:4} {x.schedule:11}"
-              f"{x.microbatches:5} {batch_size // (x.dp * x.microbatches):2} "
-              f"{'all' if x.recompute else '-':5} |     "
-              + " ".join(f"{n / 1e9:4.1f}" for n in (*held, sum(held))) + " |    "
-              + " ".join(f"{n / 1e9:5.1f}" for n in sent.values())
-              + f" | {bubble:6.1%} {seconds:7.2f} {mfu:3.0%}")
-    print(f"\nof {len(found) + len(too_large)} layouts {len(too_large)} do not fit (they take "
-          f"{min(too_large, default=0) / 1e9:.0f} GB or more), {len(found) - len(best)} are slower "
-          f"than another one of the same ranks, {max(0, len(best) - ROWS)} slower than these rows")
+    whole = Rank(model, Config(dp=1, microbatches=1), 0)
+    print(f"{(whole.others + whole.blocks * whole.experts) / 1e9:.1f}e9 parameters, "
+          f"{batch_size * model.block_size:,} tokens per step, sequences of {model.block_size}, 16 "
+          f"bits. {len(found)} layouts fit; the fastest {ROWS}, one for each split.\nBetween the "
+          "bars: GB that the fullest rank holds; GB that the slowest sends in a step\n")
+    print(ROW.format(*COLUMNS))
+    for place, (seconds, x, held, bubble, sent) in [*best.items()][:ROWS]:
+        gb = [f"{nbytes / 1e9:.1f}" for nbytes in (*held.values(), sum(held.values()),
+                                                   *sent.values())]
+        mfu = ideal_seconds(model, gpus, gpu, batch_size) / seconds
+        print(ROW.format(*place, x.zero, x.schedule, x.microbatches,
+                         batch_size // (x.dp * x.microbatches), "all" if x.recompute else "-", *gb,
+                         f"{bubble:.1%}", f"{seconds:.2f}", f"{mfu:.0%}"))
     # Alpa (arXiv 2201.12023): how to split between operators, and how within? Our blocks are all
     # alike, so all stages are split alike, and P is the only choice between operators
-    print("between operators pp, within them dp x tp: " + "; ".join(
+    print("\nbetween operators pp, within them dp x tp: " + "; ".join(
         f"{P}: {x.dp} x {x.tp} in {seconds:.2f} s"
         for P, (seconds, x, *_) in sorted(by_stages.items())))
 
@@ -528,11 +476,12 @@ def main():
     args = parser.parse_args()
     try:
         model = model_of(args.model)
+        model = replace(model, block_size=args.block_size or model.block_size)
+        show(model, args.gpus, GPUS[args.gpu], args.batch_size)
     except ValueError as error:
         fail(error)
-    model = replace(model, block_size=args.block_size or model.block_size)
-    show(model, args.gpus, GPUS[args.gpu], args.batch_size)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     main()
