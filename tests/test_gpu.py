@@ -107,16 +107,22 @@ def test_one_communicator_for_both_ways_would_deadlock(corpus):
 # ---- the background on a stream ----
 
 
+def fake_cuda():
+    """(a mock of torch.cuda that notes its calls in their order, a context that puts it there)"""
+    cuda = Mock(stream=MagicMock())
+    return cuda, patch.multiple(torch.cuda, Stream=cuda.Stream, stream=cuda.stream,
+                                current_stream=cuda.current_stream)
+
+
 def test_the_background_of_a_gpu_waits_for_what_was_computed_and_is_waited_for_by_an_event():
     """... and has no thread: the host goes on anyway. The tensors of a function are kept until it
     was waited for: else the allocator would give their memory away while the stream reads it."""
-    cuda = Mock(stream=MagicMock())  # notes its calls in their order
+    cuda, there = fake_cuda()
     caller, event = cuda.current_stream(), cuda.Stream().record_event()
     cuda.reset_mock()
     device, tensor = torch.device("cuda"), torch.ones(3)
     held = weakref.ref(tensor)
-    with patch.multiple(torch.cuda, Stream=cuda.Stream, stream=cuda.stream,
-                        current_stream=cuda.current_stream):
+    with there:
         runner = Background(device)
         wait = runner.start(lambda argument: cuda.function(argument.sum()), tensor)
         assert cuda.mock_calls == [
