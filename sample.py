@@ -50,7 +50,6 @@ import torch
 from data.batches import load_tokenizer
 from model import causal_attention
 from run import checkpoint
-from run.weights import load_model
 
 
 class CachedAttention:
@@ -130,7 +129,7 @@ def sample_text(folder, data):
     """Continue the validation text with the checkpoint just saved: the whole model, in float32, in
     this process. If that fails, return the reason: no run fails because of its sample."""
     try:
-        model = load_model(folder)
+        model = checkpoint.load_model(folder)
         ids = generate(model, data.val[:16].tolist(), n=96)[0]
         text = load_tokenizer(data.folder).decode(ids)
     except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
@@ -144,7 +143,7 @@ def read_all(args):
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no GPU here; use --device cpu")
     folder = checkpoint.find(args.out)
-    model = load_model(folder, args.device)
+    model = checkpoint.load_model(folder, args.device)
     tokenizer = load_tokenizer(args.data or checkpoint.read_manifest(folder)["data"])
     if tokenizer.n_vocab != model.config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model "

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import open_file, read_bytes, read_json
-from data.prepare import BYTES, PATTERN, make_encoding, prepare, tell, token_type
+from data.files import FileError, open_file, read_bytes, read_json
+from data.prepare import BYTES, make_encoding, prepare, tell, token_type
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 GPT2_TOKENS = 50257
@@ -31,36 +31,23 @@ CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
 
 
-class DataError(ValueError):
-    """What is wrong with a folder of data, in one line: before the run or, because batches are read
-    then, during it. joined (run/launch.py) then ends all ranks."""
-
-
-def with_fix(error, folder, source="SOURCE"):
-    """An error about the data in this folder as a DataError, which says what to do."""
-    what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-    return DataError(f"{what}; python data/prepare.py {source} --out {folder} writes this folder")
-
-
 # ---- the vocabulary of a prepared folder ----
 
 
 def read_meta(folder):
-    """The values of meta.json. ValueError if a value that this project reads is none."""
+    """The values of meta.json. FileError if one that this project reads is no number above 0."""
     path = folder / "meta.json"
     if not os.path.lexists(path):
         if not (folder / "train.bin").exists():
-            raise ValueError(f"{folder}: no prepared data there")
+            raise FileError(f"{folder}: no prepared data there; python data/prepare.py SOURCE "
+                            f"--out {folder} writes this folder")
         return {"vocab_size": GPT2_TOKENS}
     meta = read_json(path)
-    size = meta.get("vocab_size")
-    if type(size) is not int or not 0 < size <= 2**31:
-        raise ValueError(f"{path}: vocab_size is {size!r:.40}, not a whole number from 1 to 2^31")
-    for name in ("bytes_per_token", "gzip_bits_per_byte"):
-        value = meta.get(name, 1)
-        if type(value) not in (int, float) or not value > 0:
-            raise ValueError(f"{path}: {name} is {value!r:.40}, not a number above 0")
-    return meta
+    for name in ("vocab_size", *meta.keys() & {"bytes_per_token", "gzip_bits_per_byte"}):
+        value = meta.get(name)
+        if type(value) not in (int, float) or not 0 < value <= 2**31:
+            raise FileError(f"{path}: {name} is {value!r:.40}, not a number above 0, up to 2^31")
+    return {**meta, "vocab_size": int(meta["vocab_size"])}
 
 
 def read_ranks(path):
@@ -74,107 +61,85 @@ def read_ranks(path):
         except ValueError:
             fits = False
         if not fits:
-            raise ValueError(f"{path}: line {len(ranks) + 1} is {line[:40]!r}, not a new token in "
-                             f"base64 and its rank {len(ranks)}")
+            raise FileError(f"{path}: line {len(ranks) + 1} is {line[:40]!r}, not a new token in "
+                            f"base64 and its rank {len(ranks)}")
         ranks[token] = len(ranks)
     if not BYTES.keys() <= ranks.keys():
-        raise ValueError(f"{path}: not every byte is a token")
+        raise FileError(f"{path}: not every byte is a token")
     return ranks
 
 
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder. DataError for the tokens of another tokenizer,
-    which meta.json names or whose number is not GPT-2's."""
+    """The tiktoken.Encoding of a prepared folder. FileError for the tokens of another tokenizer,
+    which meta.json names or whose number is not that of GPT-2's."""
     folder = Path(folder)
-    try:
-        meta = read_meta(folder)
-        name = meta.get("tokenizer", "gpt2")
-        size = meta["vocab_size"]
-        if name not in ("bpe", "gpt2", "bytes"):
-            raise ValueError(f"{folder}/meta.json: tokenizer is {name!r:.40}; bpe, gpt2 and bytes "
-                             "can be read")
-        if meta.get("pattern", PATTERN) != PATTERN:
-            raise ValueError(f"{folder}/meta.json: pattern is not data/prepare.py's PATTERN")
-        ranks = read_ranks(folder / "vocab.tiktoken") if name == "bpe" else BYTES
-        number = GPT2_TOKENS if name == "gpt2" else len(ranks)
-        if size > number or (name == "gpt2" and size != number):
-            raise ValueError(f"{folder}/meta.json: vocab_size is {size}, but its tokenizer "
-                             f"({name}) has {number} tokens")
-    except (OSError, ValueError) as error:
-        raise with_fix(error, folder) from None
+    meta = read_meta(folder)
+    name = meta.get("tokenizer", "gpt2")
+    if name not in ("bpe", "gpt2", "bytes"):
+        raise FileError(f"{folder}/meta.json: tokenizer is {name!r:.40}; bpe, gpt2 and bytes can "
+                        "be read")
+    ranks = read_ranks(folder / "vocab.tiktoken") if name == "bpe" else BYTES
+    n_tokens = GPT2_TOKENS if name == "gpt2" else len(ranks)
+    if meta["vocab_size"] != n_tokens:
+        raise FileError(f"{folder}/meta.json: vocab_size is {meta['vocab_size']}, but its "
+                        f"tokenizer ({name}) has {n_tokens} tokens")
     return make_encoding(name, ranks)
 
 
 # ---- the batches of a prepared folder ----
 
 
+def prepare_or_wait(source, folder, local_rank):
+    """Return once the folder has a meta.json, which prepare() writes last, or after MAX_PREPARING
+    seconds. The process with local_rank 0 prepares; the others on its machine wait for it."""
+    meta = folder / "meta.json"
+    if not meta.exists() and local_rank == 0:
+        tell(f"preparing {source} as a corpus, once")
+        prepare((source,), folder)
+    deadline = time.time() + MAX_PREPARING
+    while not meta.exists() and time.time() < deadline:
+        time.sleep(0.2)
+
+
 class Data:
-    """The two files, memory-mapped, and the values of meta.json. The process with local_rank 0
-    prepares a corpus that is missing; the others on its machine wait for it."""
+    """The two files, memory-mapped, and the values of meta.json. FileError: what is wrong with
+    them, at the start or, because batches are read then, during the run."""
 
     def __init__(self, cfg, local_rank=0):
         self.folder = Path(cfg.data)
         self.block = cfg.block_size
-        source = "SOURCE"
         if cfg.data in ("stdlib", "shakespeare"):
-            source = cfg.data
-            self.folder = Path(__file__).parent / source
-            self.prepare_or_wait(source, local_rank)
-        try:
-            self.meta = read_meta(self.folder)  # at least {"vocab_size": ...}
-            self.vocab_size = self.meta["vocab_size"]
-            self.train = self.memory_map("train")
-            self.val = self.memory_map("val")
-        except (OSError, ValueError) as error:
-            raise with_fix(error, self.folder, source) from None
-        # GPT-2's may need a download, and another's may be trained on without its tokenizer
-        if self.meta.get("tokenizer") in ("bpe", "bytes"):
-            load_tokenizer(self.folder)  # raises if it is damaged
-        if cfg.tp > self.vocab_size:
-            raise DataError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
-        for tokens in (self.train, self.val):
-            if len(tokens) <= self.block:
-                raise DataError(f"--block-size {self.block} is longer than {tokens.filename} "
-                                f"allows, which has {len(tokens)} tokens; take less than that")
-
-    def prepare_or_wait(self, source, local_rank):
-        """Return once the folder has a meta.json, which prepare() writes last, or after
-        MAX_PREPARING seconds."""
-        meta = self.folder / "meta.json"
-        if not meta.exists() and local_rank == 0:
-            tell(f"preparing {source} as a corpus, once")
-            try:
-                prepare((source,), self.folder)
-            except ValueError as error:
-                raise DataError(error) from None
-        deadline = time.time() + MAX_PREPARING
-        while not meta.exists() and time.time() < deadline:
-            time.sleep(0.2)
+            self.folder = Path(__file__).parent / cfg.data
+            prepare_or_wait(cfg.data, self.folder, local_rank)
+        self.meta = read_meta(self.folder)  # at least {"vocab_size": ...}
+        self.vocab_size = self.meta["vocab_size"]
+        self.train = self.memory_map("train")
+        self.val = self.memory_map("val")
 
     def memory_map(self, split):
-        """The tokens of train.bin or val.bin. ValueError if they are damaged."""
+        """The tokens of train.bin or val.bin. FileError if they are damaged."""
         path = self.folder / f"{split}.bin"
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
         dtype = np.dtype(token_type(self.vocab_size))
-        said = self.meta.get(f"{split}_tokens")  # None: not said
-        if said is not None and size != dtype.itemsize * said:
-            raise ValueError(f"{path} does not fit its meta.json: {size} bytes for {said} tokens "
-                             f"of {dtype}")
-        if size % dtype.itemsize or size == 0:
-            raise ValueError(f"{path} is truncated: {size} bytes are no whole number of {dtype}")
+        n_tokens = self.meta.get(f"{split}_tokens", size // dtype.itemsize)
+        if size / dtype.itemsize != n_tokens:
+            raise FileError(f"{path} is damaged: {size} bytes, not {n_tokens} tokens of {dtype}")
+        if n_tokens <= self.block:
+            raise FileError(f"--block-size {self.block} is longer than {path} allows, which has "
+                            f"{n_tokens} tokens; take less than that")
         tokens = np.memmap(path, dtype=dtype, mode="r")
         self.check_ids(tokens[:CHECKED_AT_START], path)
         # numpy's tofile() without a type writes 64 bits: after each token three zeros
-        if said is None and dtype.itemsize == 2 and not tokens[1:CHECKED_AT_START:2].any():
-            raise ValueError(f"{path}: every second token is 0, so its tokens have more bytes than "
-                             f"those of {dtype}; write them with astype('{dtype.str}')")
+        if dtype.itemsize == 2 and not tokens[1:CHECKED_AT_START:2].any():
+            raise FileError(f"{path}: every second token is 0, so its tokens have more bytes than "
+                            f"those of {dtype}; write them with astype('{dtype.str}')")
         return tokens
 
     def check_ids(self, ids, path):
-        """DataError if a token is not in the vocabulary."""
+        """FileError if a token is not in the vocabulary."""
         if ids.max() >= self.vocab_size:
-            raise DataError(f"{path} holds token id {ids.max()}, but the vocabulary of "
+            raise FileError(f"{path} holds token id {ids.max()}, but the vocabulary of "
                             f"{self.folder} has {self.vocab_size} tokens")
 
     def fingerprint(self):
@@ -213,10 +178,6 @@ class Data:
     def batch(self, cfg, tokens, starts, mesh):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
         start is ABSENT, so are the window's targets, which the loss leaves out."""
-        # tokens.base is the mmap; its size() is the file's size now. Reading beyond it would kill
-        # the process (SIGBUS).
-        if tokens.base.size() < tokens.nbytes:
-            raise DataError(f"{tokens.filename} was cut off during the run")
         index, n_data_ranks = mesh.index_and_size("dp")
         own_starts = np.split(starts, n_data_ranks)[index]
         microbatches = []

@@ -16,7 +16,6 @@ different tokenizers can be compared with one another, and with what gzip -9 nee
 import argparse
 import base64
 import gzip
-import hashlib
 import heapq
 import json
 import os
@@ -26,10 +25,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
-import time
-from array import array
 from collections import Counter, defaultdict
-from functools import partial
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +37,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data.files import open_file
+from data.files import FileError, open_file
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
@@ -79,21 +75,8 @@ def download_shakespeare():
         with urlopen(SHAKESPEARE, timeout=15) as reply:
             return reply.read().decode()
     except (OSError, HTTPException) as error:
-        raise ValueError(f"shakespeare: no download ({error}); use stdlib, which needs none, or "
-                         f"pass the path of a saved copy of {SHAKESPEARE}") from error
-
-
-def files_under(root, skip, ending):
-    """All files with this ending in a folder and in the folders below; `skip` matches the names of
-    files and folders to leave out."""
-    found = []
-    for here, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters these
-        for name in names:
-            path = Path(here, name)
-            if name.endswith(ending) and not skip.fullmatch(name) and path.is_file():
-                found.append(path)
-    return sorted(found)
+        raise FileError(f"shakespeare: no download ({error}); use stdlib, which needs none, or "
+                        f"pass the path of a saved copy of {SHAKESPEARE}") from error
 
 
 def read_text(path):
@@ -111,30 +94,30 @@ def read_source(source):
     if source == "shakespeare":
         return [(source, download_shakespeare())]
     tell(f"reading {source}")
+    root, skip, pattern = Path(source), NO_SOURCE, "*"
     if source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = files_under(root, NOT_STDLIB, ".py")
-    else:
-        root = Path(source)
-        paths = files_under(root, NO_SOURCE, "") if root.is_dir() else [root]
+        root, skip, pattern = Path(sysconfig.get_path("stdlib")), NOT_STDLIB, "*.py"
+    if not root.is_dir():
+        try:
+            return [(".", read_text(root))]
+        except ValueError as error:
+            raise FileError(f"{source}: not readable as UTF-8 text ({error}); give the path of a "
+                            "text file or a folder, or stdlib, or shakespeare") from error
     docs = []
     skipped = []
-    for path in paths:
-        # A name relative to root: the same corpus wherever the folder lies
-        name = path.relative_to(root).as_posix()
+    for path in sorted(root.rglob(pattern)):
+        name = path.relative_to(root)  # the same corpus wherever the folder lies
+        if any(map(skip.fullmatch, name.parts)) or not path.is_file():
+            continue
         try:
-            docs.append((name, read_text(path)))
-        except (OSError, ValueError) as error:
-            if path == root:  # named by the user; in a folder, skip what is not text
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise ValueError(f"{source}: not readable as UTF-8 text ({reason}); give the path "
-                                 "of a text file or a folder, or stdlib, or shakespeare") from error
-            skipped.append(name)
+            docs.append((name.as_posix(), read_text(path)))
+        except ValueError:
+            skipped.append(name.as_posix())
     if skipped:
-        tell(f"skipped {len(skipped)} of {len(paths)} files of {source}, which cannot be read as "
-             f"UTF-8 text: {', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''}")
+        tell(f"skipped {len(skipped)} files of {source}, which cannot be read as UTF-8 text: "
+             f"{', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''}")
     if not docs:
-        raise ValueError(f"{source}: no file of UTF-8 text in {root}; give another path")
+        raise FileError(f"{source}: no file of UTF-8 text in {root}; give another path")
     return docs
 
 
@@ -146,14 +129,13 @@ def train_and_val(docs):
     A text that repeats is kept as often as it occurs, and all its copies go the same way: the model
     would know a text of val by heart that stands in train, too. Where the bytes are divided, each
     text counts once."""
-    texts = [text + "\n" for _, text in sorted(docs) if text.strip()]
-    copies = Counter(texts)
+    copies = Counter(text + "\n" for _, text in sorted(docs) if text.strip())
     texts = list(copies)
     size = {text: len(text.encode()) for text in texts}
     total = sum(size.values())
     if total < MIN_BYTES:
-        raise ValueError(f"corpus: {len(texts)} usable texts of {total} bytes in all, too small to "
-                         f"split; give at least {MIN_BYTES} bytes of UTF-8 text")
+        raise FileError(f"corpus: {len(texts)} usable texts of {total} bytes in all, too small to "
+                        f"split; give at least {MIN_BYTES} bytes of UTF-8 text")
     rng = random.Random(1337)
     rng.shuffle(texts)
     held = set()  # texts of val
@@ -165,22 +147,38 @@ def train_and_val(docs):
     repeats = [text for text in texts for _ in range(copies[text] - 1)]
     rng.shuffle(repeats)
     texts += repeats
-    if val_bytes >= total // 20:
-        train = [text for text in texts if text not in held]
-        val = [text for text in texts if text in held]
-        return train, val
-    train = []
-    val = []
-    for text in texts:
-        end = len(text) * 9 // 10
-        newline = text.rfind("\n", end // 2, end)  # the last one before `end`; -1: none
-        cut = newline + 1 if newline >= 0 else end
-        train.append(text[:cut])
-        val.append(text[cut:])
+    train = [text for text in texts if text not in held]
+    val = [text for text in texts if text in held]
+    if val_bytes < total // 20:
+        train = []
+        val = []
+        for text in texts:
+            end = len(text) * 9 // 10
+            newline = text.rfind("\n", end // 2, end)  # the last one before `end`; -1: none
+            cut = newline + 1 if newline >= 0 else end
+            train.append(text[:cut])
+            val.append(text[cut:])
     return train, val
 
 
 # ---- learn a vocabulary ----
+
+
+def pairs_of(word):
+    """What the neighbours in a list of tokens spell."""
+    return [first + second for first, second in pairwise(word)]
+
+
+def merge_pair(word, pair):
+    """A list of tokens again, with `pair` in the place of any two neighbours that spell it, from
+    left to right: [a a a b] becomes [aa a b]."""
+    merged = []
+    for token in word:
+        if merged and merged[-1] + token == pair:
+            merged[-1] = pair
+        else:
+            merged.append(token)
+    return merged
 
 
 def learn_bpe(text, vocab_size):
@@ -195,66 +193,42 @@ def learn_bpe(text, vocab_size):
         pair    occurs    the words then                   new token
         ab      3         [a ab] [" " a ab] [" " ab]       ab, rank 256
         aab     2         [aab]  [" " aab]  [" " ab]       aab, rank 257
-
-    A merge looks at the places of its pair alone, so that a text of one long word is no slower.
     """
     import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
     found = Counter(regex.findall(PATTERN, text))
-    # The tokens of all different words, one after the other, with None between two words. A merge
-    # puts the new token in the place of its left part; `left` and `right` leave out the other place
-    tokens = [None]
-    times = array("q", [0])  # how often the word of this token occurs
-    for word, number in found.items():
-        letters = [BYTE[byte] for byte in word.encode()]
-        tokens += [*letters, None]
-        times.extend([number] * (len(letters) + 1))
-    left = array("q", range(-1, len(tokens) - 1))  # place of the token before this one
-    right = array("q", range(1, len(tokens) + 1))  # place of the token behind this one
-    count = defaultdict(int)  # pair -> how often it occurs
-    where = defaultdict(partial(array, "q"))  # pair -> places where it begins, or has begun
-    for i, (first, second) in enumerate(pairwise(tokens)):
-        if first and second:
-            count[first + second] += times[i]
-            where[first + second].append(i)
-
-    # Entries (-count, pair): the largest count is on top of the heap. An entry may be out of date:
-    # a pair that got rarer has an entry with too large a count, which is corrected when the entry
-    # reaches the top. A pair whose count rises gets a new entry. So an entry on top that is up to
-    # date has the most frequent pair.
+    times = list(found.values())  # how often each different word occurs
+    words = []  # the tokens of each
+    count = Counter()  # pair -> how often it occurs
+    where = defaultdict(set)  # pair -> indices of the words in which it occurs, or has occurred
+    for i, word in enumerate(found):
+        words.append([BYTE[byte] for byte in word.encode()])
+        for pair in pairs_of(words[i]):
+            count[pair] += times[i]
+            where[pair].add(i)
+    # Entries (-count, pair): the largest count is on top of the heap. A pair whose count changes
+    # gets another entry; the one before is out of date
     heap = [(-n, pair) for pair, n in count.items()]
     heapq.heapify(heap)
     ranks = dict(BYTES)
     while heap and len(ranks) < vocab_size:
         minus_n, pair = heapq.heappop(heap)
         if -minus_n != count[pair]:  # out of date
-            heapq.heappush(heap, (-count[pair], pair))
             continue
         if count[pair] < 2:
             break
-        # This token is new: once a pair is merged, no two neighbours spell it again
         ranks[pair] = len(ranks)
-        risen = set()
-        for i in sorted(where.pop(pair)):  # from left to right: [a a a b] becomes [aa a b]
-            j = right[i]
-            if not tokens[i] or not tokens[j] or tokens[i] + tokens[j] != pair:  # it has gone
-                continue
-            before, behind = left[i], right[j]  # places
-            # h i j k -> h ij k: the pairs (h, i), (i, j) and (j, k) go, (h, ij) and (ij, k) come
-            count[pair] -= times[i]
-            if tokens[before]:
-                count[tokens[before] + tokens[i]] -= times[i]
-            if tokens[behind]:
-                count[tokens[j] + tokens[behind]] -= times[i]
-            tokens[i], tokens[j] = pair, None
-            right[i], left[behind] = behind, i
-            for begin, end in ((before, i), (i, behind)):
-                if tokens[begin] and tokens[end]:
-                    new = tokens[begin] + tokens[end]
-                    count[new] += times[i]
-                    where[new].append(begin)
-                    risen.add(new)
-        for new in risen:
-            heapq.heappush(heap, (-count[new], new))
+        change = Counter()  # pair -> how much more often it occurs now
+        for i in where.pop(pair):
+            for old in pairs_of(words[i]):
+                change[old] -= times[i]
+            words[i] = merge_pair(words[i], pair)
+            for new in pairs_of(words[i]):
+                change[new] += times[i]
+                where[new].add(i)
+        for changed, n in change.items():
+            if n:
+                count[changed] += n
+                heapq.heappush(heap, (-count[changed], changed))
     return ranks
 
 
@@ -271,9 +245,9 @@ def make_encoding(tokenizer, ranks=BYTES):
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # errors of its downloads are OSErrors
-        raise ValueError("gpt2: tiktoken cannot download GPT-2's vocabulary "
-                         f"({type(error).__name__}); let TIKTOKEN_CACHE_DIR name a folder that has "
-                         "it, or train on data of data/prepare.py --tokenizer bpe") from error
+        raise FileError("gpt2: tiktoken cannot download GPT-2's vocabulary "
+                        f"({type(error).__name__}); let TIKTOKEN_CACHE_DIR name a folder that has "
+                        "it, or train on data of data/prepare.py --tokenizer bpe") from error
 
 
 def token_type(vocab_size):
@@ -288,15 +262,14 @@ def encode(enc, texts):
     parts = []
     for text in texts:
         # disallowed_special=(): "<|endoftext|>" in a text is spelled like any other word
-        parts.append(enc.encode_to_numpy(text, disallowed_special=()).astype(dtype))
-        parts.append(end_of_text)
+        tokens = enc.encode_to_numpy(text, disallowed_special=())
+        parts.append(np.append(tokens, end_of_text).astype(dtype))
     return np.concatenate(parts)
 
 
 def write_whole(out, files):
-    """Write {name: bytes} into the folder `out`, each file whole or not at all, in the order of the
-    dict, whose last name has to be meta.json: others wait for it. Two processes that prepare the
-    same corpus at once disturb no reader, because each file is replaced by an equal one."""
+    """Write {name: bytes} into the folder `out`, in the order of the dict, each file whole or not
+    at all: a run that has a file open keeps the old one. meta.json is last: others wait for it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as tmp:
@@ -305,26 +278,24 @@ def write_whole(out, files):
             for name in files:
                 os.replace(Path(tmp, name), out / name)
     except OSError as error:
-        raise ValueError(f"{out}: cannot be written ({error.strerror}); python data/prepare.py "
-                         "--out FOLDER prepares it elsewhere") from error
+        raise FileError(f"{out}: cannot be written ({error.strerror}); python data/prepare.py "
+                        "--out FOLDER prepares it elsewhere") from error
 
 
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     """Write the folder `out` and return the values of its meta.json. Default: data/stdlib or
-    data/shakespeare for that source alone, else data/custom. ValueError: sources that cannot be
+    data/shakespeare for that source alone, else data/custom. FileError: sources that cannot be
     read, or a folder that cannot be written."""
-    start = time.perf_counter()
     sources = [str(source) for source in sources]
     learned = tokenizer == "bpe"
     if learned and not 256 <= vocab_size <= 65536:
-        raise ValueError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
+        raise FileError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
     if out is None:
         is_named = sources in (["stdlib"], ["shakespeare"])
         out = Path(__file__).parent / (sources[0] if is_named else "custom")
     out = Path(out)
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
-    train_bytes = "".join(train_texts).encode()
     val_bytes = "".join(val_texts).encode()
     ranks = BYTES
     if learned:
@@ -335,16 +306,10 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     train = encode(enc, train_texts)
     val = encode(enc, val_texts)
 
-    meta = {"vocab_size": enc.n_vocab,
-            "tokenizer": enc.name,
-            **({"pattern": PATTERN} if learned else {}),
-            "train_tokens": len(train),
-            "val_tokens": len(val),
+    meta = {"vocab_size": enc.n_vocab, "tokenizer": enc.name, "source": sources,
+            "train_tokens": len(train), "val_tokens": len(val),
             "bytes_per_token": len(val_bytes) / len(val),
-            "val_bytes": len(val_bytes),
-            "gzip_bits_per_byte": 8 * len(gzip.compress(val_bytes, 9)) / len(val_bytes),
-            "source": sources,
-            "source_hash": hashlib.sha256(train_bytes + val_bytes).hexdigest()}
+            "gzip_bits_per_byte": 8 * len(gzip.compress(val_bytes, 9)) / len(val_bytes)}
     files = {"train.bin": train.tobytes(), "val.bin": val.tobytes()}
     if learned:
         lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
@@ -352,12 +317,10 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
     write_whole(out, files)
 
-    tell(f"corpus     {', '.join(sources)}: {len(docs)} files, "
-         f"{len(train_bytes) / 1e6:.2f} MB train, {len(val_bytes) / 1e6:.2f} MB val\n"
+    tell(f"corpus     {', '.join(sources)}: {len(docs)} files\n"
          f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
          f"token; gzip -9 needs {meta['gzip_bits_per_byte']:.3f} bits a byte\n"
-         f"tokens     {len(train):,} train, {len(val):,} val, in {out} "
-         f"({time.perf_counter() - start:.1f} s)")
+         f"tokens     {len(train):,} train, {len(val):,} val, in {out}")
     return meta
 
 

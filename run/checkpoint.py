@@ -4,20 +4,15 @@
                       optimizer.safetensors  NAME.exp_avg, .exp_avg_sq; 16-bit weights: .master
                       manifest.json          step, flags, sizes of the model, loss scale
 
-A safetensors file is a JSON header and then the data:
-
-    8 bytes       length of the header, little-endian
-    header        {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
-    data          each tensor's elements, row after row; offsets count from here
-
-The header follows from names, shapes and dtype. So every rank knows, without a message, where each
-element of the full model lies in the file, and writes or reads its own slices there, as its tags
-say (Tag.runs in shard.py). Nothing is gathered. (ZeRO writes its piece of a slice and reads its
-pieces of the states; of a weight it reads the whole slice, then keeps its piece.)
+A safetensors file is a header, and then each tensor's elements, row after row. The header follows
+from names, shapes and dtype. So every rank knows, without a message, where each element of the full
+model lies in the file, and writes its own slices there, as its tags say (Tag.runs in shard.py).
+Nothing is gathered. To read, a rank maps the file into memory and takes its slices (Tag.slice).
 
 All files are written into step-N.tmp. Once they are on the disk, the folder is renamed to step-N,
 and only then it is a checkpoint, which is never deleted: a step-N that is written again (the run
-went back) moves the old one aside, to step-N.old-1.
+went back) moves the old one aside, to step-N.old-1. A rank that cannot read or write raises a
+FileError, which ends all ranks with this one line (joined in run/launch.py).
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
@@ -33,13 +28,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from collectives import all_gather, all_reduce, maximum
-from data.files import open_file, read_json
-from experts import on_meta, shapes_of
+from data.files import FileError, open_file, read_json
+from experts import kind_of, on_meta, shapes_of
 from model import UNTIED
-from run.flags import in_words, say
+from run.flags import say
 from shard import bounds
 from sizes import config_from
 
@@ -48,30 +44,17 @@ EMBEDDING = "transformer.wte.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer one
-# A tensor of a file: begin and end count bytes from the start of the file
-Entry = namedtuple("Entry", "path name dtype shape begin end")
-
-
-class CheckpointError(ValueError):
-    """A file or a folder cannot be used: one line that names it and, where known, the tensor."""
-
-
-@contextmanager
-def about(path, tensor=""):
-    """Re-raise an OSError or ValueError of this block as a CheckpointError that names the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        line = in_words(error)
-        # It may name the file, or a file in the folder `path`
-        if not getattr(error, "filename", None) and not line.startswith(str(path)):
-            line = f"{path}, tensor {tensor}: {line}" if tensor else f"{path}: {line}"
-        raise CheckpointError(line) from None
-
+# Numbers of a manifest; `number`: the time of writing, in nanoseconds
+NUMBERS = {"number": int, "step": int, "updates": float, "scale": float, "good_steps": int}
 
 # ---- safetensors ----
+
+#     8 bytes    length of the header, little-endian
+#     header     {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
+#     data       offsets count from here
+
+# A tensor of a file: begin and end count bytes from the start of the file
+Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 
 def make_header(shapes, code):
@@ -88,90 +71,125 @@ def make_header(shapes, code):
     return head, len(head) + end
 
 
-def read_header(path):
-    """{name: Entry} of a safetensors file. CheckpointError if it is damaged, or shorter than its
-    header says."""
-    with about(path), open_file(path) as file:
+def open_tensors(path):
+    """{name: Entry} of a safetensors file. FileError if its header is damaged, or does not fit the
+    file."""
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= min(size, MAX_HEADER) else b""
-    try:
-        return entries_of(path, json.loads(text), 8 + length, size)
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged") from None
-
-
-def entries_of(path, header, start, size):
-    """{name: Entry} of a header, for data that begins at byte `start` of a file of `size` bytes."""
     entries = {}
-    last = start
-    header.pop("__metadata__", None)
-    for name, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = (start + offset for offset in value["data_offsets"])
-        shape, code = torch.Size(value["shape"]), value["dtype"]
-        if code in DTYPES and end - begin != shape.numel() * DTYPES[code].itemsize:
-            raise CheckpointError(f"{path}, tensor {name}: {end - begin} bytes for {[*shape]}")
-        if begin < last:
-            raise CheckpointError(f"{path}, tensor {name}: overlaps another one")
-        if end > size:
-            raise CheckpointError(f"{path}, tensor {name}: cut off at the end of the file")
-        last = end
-        entries[name] = Entry(path, name, code, shape, begin, end)
+    last = start = 8 + length
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        for name, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = (start + int(offset) for offset in value["data_offsets"])
+            entry = Entry(path, name, value["dtype"], torch.Size(value["shape"]), begin, end)
+            dtype = DTYPES.get(entry.dtype)  # None: a dtype that no model of ours has
+            if begin < last or (dtype and end - begin != entry.shape.numel() * dtype.itemsize):
+                raise FileError(f"{path}, tensor {name}: does not fit its place in the file")
+            if end > size:
+                raise FileError(f"{path}, tensor {name}: cut off at the end of the file")
+            last = end
+            entries[name] = entry
+    except FileError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        raise FileError(f"{path}: not a safetensors file, or its header is damaged") from None
     return entries
 
 
 def expect(path, entries, shapes, codes=tuple(DTYPES)):
-    """CheckpointError unless {name: shape} all have an Entry, with one of these dtypes."""
+    """FileError unless {name: shape} all have an Entry, with one of these dtypes."""
     for name, shape in shapes.items():
         if name not in entries:
-            raise CheckpointError(f"{path}, tensor {name}: missing")
+            raise FileError(f"{path}, tensor {name}: missing")
         found = entries[name]
         if found.shape != torch.Size(shape) or found.dtype not in codes:
-            raise CheckpointError(f"{path}, tensor {name}: {found.dtype} {[*found.shape]}, not "
-                                  f"{' or '.join(codes)} {[*shape]}")
+            raise FileError(f"{path}, tensor {name}: {found.dtype} {[*found.shape]}, not "
+                            f"{' or '.join(codes)} {[*shape]}")
 
 
 def read_tensor(entry):
-    """The whole tensor of an Entry, on the CPU."""
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    with about(entry.path, entry.name), open_file(entry.path) as file:
-        file.seek(entry.begin)
-        if file.readinto(tensor.flatten().view(torch.uint8).numpy()) < tensor.nbytes:
-            raise ValueError("the file ends early")
-    return tensor
-
-
-def runs_in_file(entry, tag, start, values):
-    """Where `values`, the elements from index `start` on of the slice that the tag describes, lie
-    in the file of the full tensor. Yields (place in the file, view of the bytes in memory) of each
-    contiguous run. `values` is on the CPU.
-
-    Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
-    start = 1 three values lie at elements 2 7 8: two runs, of one and of two values."""
-    data = memoryview(values.view(torch.uint8).numpy())
-    width = values.element_size()
-    for in_full, in_values, length in tag.runs(start, start + len(values)):
-        run = data[in_values * width : (in_values + length) * width]
-        yield entry.begin + in_full * width, run
+    """The whole tensor of an Entry, on the CPU. The file is mapped: what is not used of the tensor
+    is not read."""
+    data = np.memmap(entry.path, np.uint8, "c", entry.begin, entry.end - entry.begin)
+    return torch.from_numpy(data).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def write_slice(entry, tag, start, values):
-    with about(entry.path, entry.name), open(entry.path, "r+b") as file:
-        for place, run in runs_in_file(entry, tag, start, values.cpu()):
-            file.seek(place)
-            file.write(run)
+    """Write `values`, the elements from index `start` on of the slice that the tag describes, to
+    their places in the file of the full tensor: a contiguous run at a time."""
+    data = memoryview(values.cpu().view(torch.uint8).numpy())
+    width = values.element_size()
+    with open(entry.path, "r+b") as file:
+        for in_full, in_values, length in tag.runs(start, start + len(values)):
+            file.seek(entry.begin + in_full * width)
+            file.write(data[in_values * width : (in_values + length) * width])
 
 
-def read_slice(entry, tag, start, values):
-    buffer = torch.empty_like(values, device="cpu")
-    with about(entry.path, entry.name), open(entry.path, "rb") as file:
-        for place, run in runs_in_file(entry, tag, start, buffer):
-            file.seek(place)
-            if file.readinto(run) < len(run):
-                raise ValueError("the file ends early")
-    values.copy_(buffer)
+# ---- which checkpoints there are ----
+
+
+def read_manifest(folder):
+    """The manifest of a checkpoint. FileError if it is missing or damaged."""
+    path = Path(folder, MANIFEST)
+    manifest = read_json(path)
+    for name, kind in NUMBERS.items():
+        value = manifest.get(name)
+        if type(value) is not kind or not 0 <= value < math.inf:
+            raise FileError(f"{path}: damaged: its {name} is {value!r:.40}")
+    try:
+        config = config_from(manifest.get("model"))
+        fits = all(type(getattr(config, f.name)) is f.type for f in fields(config))
+    except TypeError:  # not a dict, or not the names of a model's sizes
+        fits = False
+    if not fits:
+        raise FileError(f"{path}: damaged, no model has its sizes")
+    return manifest
+
+
+def complete(out):
+    """The folders of the checkpoints in `out` that can be read, in the order in which they were
+    written; says which ones cannot."""
+    found = []
+    for folder in sorted(Path(out).glob("step-*")):
+        if folder.suffix == ".tmp":
+            continue  # a save that was interrupted
+        try:
+            for file in (MODEL, OPTIMIZER):
+                open_tensors(folder / file)
+            found.append((read_manifest(folder)["number"], folder))
+        except FileError as error:
+            say(f"{folder} skipped: {error}")
+    return [folder for _, folder in sorted(found)]
+
+
+def find(path):
+    """The checkpoint at `path`: this folder itself, or the newest in it. FileError if there is
+    none."""
+    if os.path.exists(Path(path, MANIFEST)):
+        return Path(path)
+    found = complete(path)
+    if not found:
+        raise FileError(f"{path}: no complete checkpoint there")
+    return found[-1]
+
+
+def require_same(folder, theirs, config):
+    """FileError unless the sizes in a folder, {name: value}, are those of this run's model."""
+    ours = {"arch": config.arch, **asdict(config), "untied": not getattr(config, "tied", True)}
+    for name, value in theirs.items():
+        if value != ours.get(name):
+            raise FileError(f"{folder}: its {name} is {value}, this run's is {ours.get(name)}; "
+                            "give the flags of the run that wrote it, --init-from too")
+
+
+def sizes_in(folder):
+    """{name: value}: architecture and sizes of a checkpoint's model."""
+    config = config_from(read_manifest(folder)["model"])
+    return {"arch": config.arch, **asdict(config)}
 
 
 # ---- the ranks agree ----
@@ -188,108 +206,52 @@ def all_gather_text(text, world):
             for row in world.read(all_gather(texts, world))]
 
 
+def wait_for_all(world, mine=True):
+    """Collective: return once all ranks have come here. Returns whether all of them brought True.
+    """
+    number_false = torch.tensor([0.0 if mine else 1.0], device=world.device)
+    return world.read(all_reduce(number_false, world)) == [0.0]
+
+
 @contextmanager
-def together(world):
-    """All ranks leave this block, or all raise the CheckpointError of the lowest rank that failed
-    in it. Call no collectives inside: the rank that failed would miss them."""
-    failed = ""
+def about(path):
+    """Re-raise an OSError of this block as a FileError that names its file, or `path`."""
     try:
         yield
-    except CheckpointError as error:
-        failed = str(error)
-    for error in all_gather_text(failed, world):
-        if error:
-            raise CheckpointError(error)
+    except OSError as error:
+        raise FileError(f"{error.filename or path}: {error.strerror}") from None
 
 
-# ---- which checkpoints there are ----
-
-
-def read_manifest(folder):
-    """The manifest of a checkpoint. CheckpointError if it is missing or damaged."""
-    path = Path(folder, MANIFEST)
-    with about(path):
-        manifest = read_json(path)
-        step, model = manifest.get("step"), manifest.get("model")
-        if type(step) is not int or step < 0 or type(model) is not dict:
-            raise ValueError("damaged: it has no step, or no model")
-        try:
-            config = config_from(model)
-        except TypeError as error:
-            raise ValueError(f"damaged: {error}") from None
-        for f in fields(config):
-            if type(getattr(config, f.name)) is not f.type:
-                raise ValueError(f"damaged, no model has its sizes: {f.name} is "
-                                 f"{getattr(config, f.name)!r:.40}")
-        for name in ("number", "updates", "good_steps", "scale"):
-            value = manifest.get(name)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ValueError(f"damaged: its {name} is {value!r:.40}")
-    return manifest
-
-
-def complete(out):
-    """[(number, folder)] of the checkpoints in `out` that can be read, in the order in which they
-    were written; says which ones cannot."""
-    found = []
-    for folder in sorted(Path(out).glob("step-*")):
-        if folder.suffix == ".tmp":
-            continue  # a save that was interrupted
-        try:
-            for file in (MODEL, OPTIMIZER):
-                read_header(folder / file)
-            found.append((read_manifest(folder)["number"], folder))
-        except CheckpointError as error:
-            say(f"{folder} skipped: {error}")
-    return sorted(found)
-
-
-def find(path):
-    """The checkpoint at `path`: this folder itself, or the newest in it. CheckpointError if there
-    is none."""
-    with about(path):
-        if Path(path, MANIFEST).exists():
-            return Path(path)
-        found = complete(path)
-    if not found:
-        raise CheckpointError(f"{path}: no complete checkpoint there")
-    return found[-1][1]
+def lock(out):
+    """Make the folder `out` and, where the file system has locks, lock it until this process ends.
+    FileError if another run writes there."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    file = os.open(Path(out, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)  # open until the end
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileError(f"--out {out}: another run writes there; name another folder") from None
+    except OSError:
+        pass  # no locks: some NFS and Lustre
 
 
 def lock_and_find(cfg, data, world):
     """Collective: one run at a time writes to --out, and all ranks have the same flags and data.
     Returns the folder of the checkpoint that --resume names, or None."""
     found = ""
-    with together(world):
-        if world.rank == 0:
+    if world.rank == 0:
+        with about(cfg.out):
             lock(cfg.out)
-            if cfg.resume == "auto":
-                for _, folder in complete(cfg.out):
-                    found = str(folder)  # the last one
-            elif cfg.resume != "no":
-                found = str(find(cfg.resume))
+        if cfg.resume == "auto":
+            found = ["", *complete(cfg.out)][-1]
+        elif cfg.resume != "no":
+            found = find(cfg.resume)
     texts = all_gather_text(f"{cfg}, data {data.fingerprint()}", world)
     for rank, text in enumerate(texts):
         if text != texts[0]:
-            raise CheckpointError(f"rank {rank} has other flags or data than rank 0")
-    found = all_gather_text(found, world)[0]
+            raise FileError(f"rank {rank} has other flags or data than rank 0")
+    found = all_gather_text(str(found), world)[0]
     return Path(found) if found else None
-
-
-def lock(out):
-    """Make the folder `out` and, where the file system has locks, lock it until this process ends.
-    CheckpointError if another run writes there."""
-    path = Path(out, ".lock")
-    with about(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # open until this process ends
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"--out {out}: another run writes there; name another folder") \
-                from None
-        except OSError:
-            pass  # no locks: some NFS and Lustre
 
 
 # ---- save and load ----
@@ -325,16 +287,6 @@ def files_of(trainer, folder):
             (folder / OPTIMIZER, CODES[wide], states)]
 
 
-def is_finite(trainer):
-    """Are all weights and states of this rank finite?"""
-    pieces = [*weights_of(trainer), *states_of(trainer)]
-    held = [values for _, _, _, values in pieces if values.numel()]
-    if not held:
-        return True
-    norms = torch._foreach_norm(held, math.inf)
-    return bool(torch.stack([norm.double() for norm in norms]).isfinite().all())
-
-
 def put_aside(folder):
     """Rename a folder to the first of its names with .old-1, .old-2, ... that is free."""
     number = 1
@@ -353,16 +305,18 @@ def sync(path):
 @torch.no_grad()
 def save(trainer, step, data_folder=""):
     """Collective: write the state after `step` steps into --out. Returns the folder; None, with
-    nothing written, if weights or states are not finite. If a rank cannot write, every rank raises
-    a CheckpointError, and the earlier checkpoints stay."""
+    nothing written, if weights or states are not finite."""
     world = trainer.mesh.world
-    if "False" in all_gather_text(str(is_finite(trainer)), world):
+    pieces = [*weights_of(trainer), *states_of(trainer)]
+    # The largest magnitude; isfinite() of all values would take as much memory again
+    finite = all(values.norm(math.inf).isfinite() for *_, values in pieces if values.numel())
+    if not wait_for_all(world, finite):
         return None
     out = Path(trainer.cfg.out)
     final = out / f"step-{step:08d}"
     folder = out / f"{final.name}.tmp"
     files = files_of(trainer, folder)
-    with together(world), about(folder):
+    with about(folder):
         if world.rank == 0:
             for path in out.glob("step-*.tmp"):  # what interrupted saves have left
                 shutil.rmtree(path)
@@ -371,19 +325,21 @@ def save(trainer, step, data_folder=""):
                 head, size = make_header(shapes, code)
                 path.write_bytes(head)
                 os.truncate(path, size)
-    with together(world):
-        entries = {name: entry for path, _, _ in files for name, entry in read_header(path).items()}
-        for name, tag, start, values in [*weights_of(trainer), *states_of(trainer)]:
+        wait_for_all(world)
+        entries = {}
+        for path, _, _ in files:
+            entries |= open_tensors(path)
+        for name, tag, start, values in pieces:
             if not tag.writes_checkpoint:
                 continue  # another rank of this replica writes this slice
             begin, stop = 0, len(values)
             if not trainer.reducer.sharded:  # each replica holds all, and writes a part
                 begin, stop = bounds(len(values), tag.sum_over[0])
             write_slice(entries[name], tag, start + begin, values[begin:stop])
-    with together(world), about(folder):
+        wait_for_all(world)
         if world.rank == 0:
             numbers = trainer.optimizer.numbers().items()
-            manifest = {"number": time.time_ns(),  # the order of writing
+            manifest = {"number": time.time_ns(),
                         "step": step,
                         **{name: value.item() for name, value in numbers},
                         "model": asdict(trainer.model_config),
@@ -396,47 +352,53 @@ def save(trainer, step, data_folder=""):
                 put_aside(final)
             os.rename(folder, final)
             sync(out)
+    wait_for_all(world)  # no rank goes on before the checkpoint has its name
     return final
 
 
 def value_from(folder, config, dtype):
     """A function value(tag): this rank's slice of a weight, on the CPU, from a checkpoint of any
-    layout. CheckpointError if the checkpoint is damaged, or of another model or dtype. (Not
-    collective: a rank that cannot read fails alone, and ends the others.)"""
-    theirs = config_from(read_manifest(folder)["model"])
-    for name, wanted in {"arch": config.arch, **asdict(config)}.items():
-        found = getattr(theirs, name, None)
-        if found != wanted:
-            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {wanted}; give "
-                                  "the flags of the run that wrote it, --init-from too")
+    layout. FileError if the checkpoint is damaged, or of another model or dtype."""
+    require_same(folder, sizes_in(folder), config)
     path = Path(folder, MODEL)
-    entries = read_header(path)
+    entries = open_tensors(path)
     expect(path, entries, shapes_of(on_meta(config)), [CODES[dtype]])
-
-    def value(tag):
-        part = torch.empty(tag.slice_shape, dtype=dtype)
-        read_slice(entries[tag.name], tag, 0, part.view(-1))
-        return part
-
-    return value
+    return lambda tag: tag.slice(read_tensor(entries[tag.name]))
 
 
 @torch.no_grad()
 def load(trainer, folder):
-    """Collective: give every rank its pieces of the optimizer's states; the weights came by
-    value_from(). Returns the number of steps done. CheckpointError, on every rank, if the
-    checkpoint is damaged or past --steps."""
-    world = trainer.mesh.world
-    with together(world):
-        manifest = read_manifest(folder)
-        if manifest["step"] > trainer.cfg.steps:
-            raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps "
-                                  f"{trainer.cfg.steps}")
-        _, (path, code, shapes) = files_of(trainer, Path(folder))
-        entries = read_header(path)
-        expect(path, entries, shapes, [code])
-        for name, tag, start, values in states_of(trainer):
-            read_slice(entries[name], tag, start, values)
+    """Give this rank its pieces of the optimizer's states; the weights came by value_from().
+    Returns the number of steps done. FileError if the checkpoint is damaged or past --steps."""
+    manifest = read_manifest(folder)
+    if manifest["step"] > trainer.cfg.steps:
+        raise FileError(f"{folder}: is at step {manifest['step']}, past --steps "
+                        f"{trainer.cfg.steps}")
+    _, (path, code, shapes) = files_of(trainer, Path(folder))
+    entries = open_tensors(path)
+    expect(path, entries, shapes, [code])
+    for name, tag, start, values in states_of(trainer):
+        held = tag.slice(read_tensor(entries[name])).reshape(-1)
+        values.copy_(held[start : start + len(values)])
     for name, value in trainer.optimizer.numbers().items():
         value.fill_(manifest[name])
     return manifest["step"]
+
+
+def load_model(folder, device="cpu"):
+    """The whole model of a checkpoint, in float32, in this process alone."""
+    path = Path(folder, MODEL)
+    config = config_from(read_manifest(folder)["model"])
+    entries = open_tensors(path)
+    # A forged manifest may name a model that takes hours to build, or all memory. So compare first
+    # the number of layers with the file's, then, on the meta device, all shapes
+    try:
+        last = f"transformer.h.{config.n_layer - 1}.ln_1.weight"
+        expect(path, entries, {last: (config.n_embd,)})
+        expect(path, entries, shapes_of(on_meta(config)))
+    except (ArithmeticError, RuntimeError):
+        raise FileError(f"{folder}/{MANIFEST}: damaged, no model has its sizes") from None
+    model = kind_of(config)(config)
+    for name, param in model.canonical_parameters():
+        param.data.copy_(read_tensor(entries[name]))
+    return model.to(device)

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
-from run.config_json import sizes_of
+from run.weights import sizes_of
 from schedules import SCHEDULES
 from sizes import WIDTHS
 

@@ -209,8 +209,7 @@ def joined(cfg, world):
     import torch.distributed as dist
 
     from collectives import CommunicationError, naming
-    from data.batches import DataError
-    from run.checkpoint import CheckpointError
+    from data.files import FileError
 
     rank, _, local_rank, local_ranks = place()
     store = None
@@ -232,7 +231,7 @@ def joined(cfg, world):
             with naming(f"rank {rank}: waiting for all ranks to end"):
                 dist.barrier(device_ids=[local_rank] if cfg.device == "cuda" else None)
             dist.destroy_process_group()
-    except (CheckpointError, DataError) as error:
+    except FileError as error:
         abort(store, rank, in_words(error), cfg.timeout, code=2)
     except (CommunicationError, OSError) as error:
         abort(store, rank, in_words(error), cfg.timeout)

@@ -17,15 +17,14 @@ import tiktoken
 import torch
 
 from data import batches
-from data.batches import Data, DataError, load_tokenizer
+from data.batches import Data, load_tokenizer
+from data.files import FileError
 from data.prepare import BYTES, PATTERN, learn_bpe, prepare, read_source, train_and_val
 from model import ABSENT
 from tests.harness import HERE, VOCAB, refused
 
-FIX = "; python data/prepare.py SOURCE --out {} writes this folder"
 
-
-def flags_of(data, block_size=8, batch_size=36, microbatches=1, seed=1337, tp=1):
+def flags_of(data, block_size=8, batch_size=36, microbatches=1, seed=1337):
     """The flags that data/ reads."""
     return SimpleNamespace(**{**locals(), "data": str(data)})
 
@@ -142,23 +141,25 @@ def zeros(path):
 
 LINES = b"".join(b"%s %d\n" % (base64.b64encode(byte), rank) for byte, rank in BYTES.items())
 SIXES = np.full(99, 6)
-# What lies in the place of a file: bytes, values for meta.json, None (nothing), or whatever the
-# function makes there
+# What lies in the place of a file: bytes, values for meta.json, None (nothing), or a function that
+# makes it
 NO_DATA = [
     ("val.bin", None, "val.bin: No such file or directory"),
-    ("train.bin", b"123", "train.bin is truncated: 3 bytes are no whole number of uint16"),
+    ("train.bin", b"123", "train.bin is damaged: 3 bytes, not 1 tokens of uint16"),
     ("train.bin", os.mkfifo, "train.bin is not a regular file"),
     ("train.bin", SIXES.astype("<i8").tobytes(), "train.bin: every second token is 0"),
     ("val.bin", (SIXES + 61).astype("<u2").tobytes(), "val.bin holds token id 67, but the vocab"),
-    ("meta.json", {"val_tokens": 701}, "val.bin does not fit its meta.json: 198 bytes for 701 "),
-    ("meta.json", b"[" * 10**5, "meta.json: nested too deep"),
+    ("meta.json", {"val_tokens": 701}, "val.bin is damaged: 198 bytes, not 701 tokens of uint16"),
+    ("meta.json", {"val_tokens": [9]}, "val.bin is damaged: 198 bytes, not [9] tokens of uint16"),
+    ("meta.json", b"[" * 10**5, "meta.json: not JSON ("),
     ("meta.json", b"[1]", "meta.json: not a JSON object"),
     ("meta.json", b"\xff\xfe\n", "meta.json: not JSON ("),
-    ("meta.json", b"{}", "meta.json: vocab_size is None, not a whole number from 1 to 2^31"),
-    ("meta.json", {"vocab_size": 10**12}, "vocab_size is 1000000000000, not a whole number"),
+    ("meta.json", b"{}", "meta.json: vocab_size is None, not a number above 0, up to 2^31"),
+    ("meta.json", {"vocab_size": 10**12}, "vocab_size is 1000000000000, not a number abo"),
     ("meta.json", {"bytes_per_token": 0}, "bytes_per_token is 0, not a number above 0"),
     ("meta.json", {"vocab_size": 300}, "vocab_size is 300, but its tokenizer (bytes) has 256"),
-    ("meta.json", {"pattern": ""}, "pattern is not data/prepare.py's PATTERN"),
+    ("meta.json", {"tokenizer": ["x"]}, "tokenizer is ['x']; bpe, gpt2 and bytes can be read"),
+    ("meta.json", {"tokenizer": "gpt2"}, "vocab_size is 67, but its tokenizer (gpt2) has 50257 to"),
     ("vocab.tiktoken", zeros, "vocab.tiktoken: larger than 64 MiB"),
     ("vocab.tiktoken", b"\0\xff", "vocab.tiktoken: line 1 is b'\\x00\\xff', not a new token in"),
     ("vocab.tiktoken", LINES + b"~~ 256", "vocab.tiktoken: line 257 is b'~~ 256', not a new token"),
@@ -167,11 +168,12 @@ NO_DATA = [
 
 
 @pytest.mark.parametrize("name,content,says", NO_DATA, ids=[row[-1] for row in NO_DATA])
-def test_what_is_no_data_is_one_line_with_file_value_and_fix(
-        name, content, says, tmp_path):
+def test_what_is_no_data_is_one_line_with_file_and_value(name, content, says, tmp_path,
+                                                         monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("tries a download"))
     path = random_corpus(tmp_path) / name
     meta = {"vocab_size": 67, "tokenizer": "bpe" if name == "vocab.tiktoken" else "bytes"}
-    (path.parent / "meta.json").write_text(json.dumps(meta))
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
     path.unlink(missing_ok=True)
     if isinstance(content, dict):
         content = json.dumps(meta | content).encode()
@@ -179,49 +181,21 @@ def test_what_is_no_data_is_one_line_with_file_value_and_fix(
         path.write_bytes(content)
     elif content:
         content(path)
-    with pytest.raises(DataError) as error:
-        Data(flags_of(path.parent))
-    said = str(error.value)
-    assert said.startswith(f"{path.parent}/") and says in said and "\n" not in said, said
-    assert said.endswith(FIX.format(path.parent)), said
-
-
-def test_a_fix_names_the_flag_or_the_corpus(tmp_path, corpus, monkeypatch):
-    with pytest.raises(DataError, match="^--block-size 9 is longer than .*/train.bin allows, "):
-        Data(flags_of(random_corpus(tmp_path, train=9, val=10), block_size=9))
-    with pytest.raises(DataError, match="^--tp 68 must be at most the vocabulary of 67"):
-        Data(flags_of(corpus, tp=68))
-    none = tmp_path / "none"
-    with pytest.raises(DataError) as error:
-        Data(flags_of(none))
-    assert str(error.value) == f"{none}: no prepared data there" + FIX.format(none)
-    monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
-    (tmp_path / "stdlib").mkdir()
-    (tmp_path / "stdlib/meta.json").write_text("{")
-    with pytest.raises(DataError, match="; python data/prepare.py stdlib --out .*/stdlib writes"):
-        Data(flags_of("stdlib"))
-
-
-@pytest.mark.parametrize("meta,says", [
-    (None, ": no prepared data there"),
-    ({"vocab_size": 49152}, "vocab_size is 49152, but its tokenizer (gpt2) has 50257 tokens"),
-    ({"vocab_size": 50304, "tokenizer": "gpt2"}, "(gpt2) has 50257 tokens"),
-    ({"vocab_size": 9, "tokenizer": ["x"]}, "tokenizer is ['x']; bpe, gpt2 and bytes can be read")])
-def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, tmp_path, monkeypatch):
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("tries a download"))
-    if meta:
-        (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(DataError) as error:
+    with pytest.raises(FileError) as error:
+        Data(flags_of(tmp_path))
         load_tokenizer(tmp_path)
-    assert says in str(error.value) and str(error.value).endswith(FIX.format(tmp_path))
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path}/") and says in said and "\n" not in said, said
 
 
-def test_a_file_that_is_cut_off_during_the_run_is_named(tmp_path):
-    cfg = flags_of(random_corpus(tmp_path))
-    data = Data(cfg)
-    os.truncate(tmp_path / "train.bin", 90)
-    with pytest.raises(DataError, match="train.bin was cut off during the run"):
-        data.training(cfg, 0, place(0, 1))
+def test_a_folder_without_data_is_one_line_with_the_command_that_writes_it(tmp_path):
+    for read in (lambda: Data(flags_of(tmp_path)), lambda: load_tokenizer(tmp_path)):
+        with pytest.raises(FileError) as error:
+            read()
+        assert str(error.value) == (f"{tmp_path}: no prepared data there; python data/prepare.py "
+                                    f"SOURCE --out {tmp_path} writes this folder")
+    with pytest.raises(FileError, match="^--block-size 9 is longer than .*/train.bin allows, "):
+        Data(flags_of(random_corpus(tmp_path, train=9, val=10), block_size=9))
 
 
 # ---- prepare ----
@@ -317,14 +291,14 @@ def test_files_of_a_folder_that_are_no_text_are_skipped_and_counted(tmp_path, ca
     for i, encoding in enumerate(["cp1252", "utf-16", "utf-16-le", "utf-32"]):
         (tmp_path / f"é{i}").write_text("a café\n", encoding=encoding)
     assert read_source(tmp_path) == [("a.txt", "a.txt"), ("b/c.py", "b/c.py")]
-    assert (f"skipped 4 of 6 files of {tmp_path}, which cannot be read as UTF-8 text: é0, é1, é2, "
+    assert (f"skipped 4 files of {tmp_path}, which cannot be read as UTF-8 text: é0, é1, é2, "
             "...\n") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words,says", [
     ("--vocab-size 255", "--vocab-size 255: not in 256 (every byte) to 65536"),
     ("--tokenizer x", "invalid choice: 'x'"),
-    ("/nowhere", "/nowhere: not readable as UTF-8 text (No such file or directory); give the path"),
+    ("/nowhere", "/nowhere: not readable as UTF-8 text (/nowhere: No such file or directory); "),
     ("/dev/zero", "/dev/zero is not a regular file"),
     ("small", "small to split; give at least 1000 bytes"), ("empty", "no file of UTF-8 text in"),
     ("texts --out /proc/x", "/proc/x: cannot be written (")])

@@ -23,7 +23,7 @@ on one worker is skipped by all.
 import torch
 
 from collectives import all_reduce
-from run.checkpoint import CheckpointError
+from data.files import FileError
 
 OUTER_LR, MOMENTUM = 0.7, 0.9
 
@@ -44,8 +44,8 @@ class DiLoCo:
         self.inner = trainer.optimizer
         self.reducer = trainer.reducer
         if trainer.cfg.resume != "no":
-            raise CheckpointError(f"{trainer.cfg.resume}: has no moments of --diloco, because each "
-                                  "worker has its own; start it anew with --init-from")
+            raise FileError(f"{trainer.cfg.resume}: has no moments of --diloco, because each "
+                            "worker has its own; start it anew with --init-from")
         # The ranks of this worker; and those that have this rank's place in the W workers
         self.worker = trainer.mesh.group("shard", "pp", "ep", "cp", "tp")
         self.workers = trainer.mesh.group("rep")
