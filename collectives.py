@@ -1,9 +1,9 @@
 """Groups of ranks, and collectives by hand: all_reduce and its family, from sends and receives.
 
-A rank is one process. Every message passes Group.exchange, where bytes are counted (but for torch's
-own collectives, --collectives native, the default on GPUs). A collective is an operation that all
-ranks of a group call in the same order. A tensor of n bytes is cut into N
-chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
+A rank is one process. A collective is an operation that all ranks of a group call in the same
+order. Every message passes Group.exchange, where bytes are counted (but for torch's own
+collectives, --collectives native, the default on GPUs). A tensor of n bytes is cut into N chunks
+(torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
 
     reduce_scatter    each rank ends with the sum of its own chunk        n (N-1)/N
     all_gather        each rank's own chunk is copied to all ranks        n (N-1)/N
@@ -180,7 +180,7 @@ def maximum(into, received):
 # Torch's own collectives (--collectives native). torch 2.13 renamed two of them
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# combine -> the operation's name in torch
+# combine -> the operation's name in torch, which has no other operations
 OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}
 
 

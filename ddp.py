@@ -57,7 +57,8 @@ class Flat:
             # between forward and backward without an error of autograd
             real = torch.nn.Parameter(view.data, param.requires_grad)
             real.tag = param.tag
-            # Exchanges the contents: `param`, the object to which layers refer, becomes `real`
+            # A parameter on the meta device cannot get memory: exchange the contents, so that
+            # `param`, the object to which layers refer, becomes `real`
             torch.utils.swap_tensors(param, real)
 
     def view(self, tensor, param):
@@ -67,8 +68,8 @@ class Flat:
     def pieces(self, part, first):
         """[(tag, start, values)] of each parameter: those of its elements that lie in `part`, which
         is the weights or gradients from index `first` on. The first of these elements is number
-        `start` of the parameter. No elements if the part has nothing of this parameter, so that all
-        replicas list the same."""
+        `start` of the parameter. A parameter outside of the part is listed, too, with no elements,
+        so that all replicas list the same."""
         found = []
         for param, offset in self.offsets.items():
             low = max(offset, first)
@@ -166,7 +167,7 @@ class DDP:
         self.frozen = [piece for flat in self.frozen_flats for piece in pieces_of[flat]]
 
     def pieces_to_step(self, flat):
-        """The pieces of a Flat's weights that this rank steps: all. Called once."""
+        """The pieces of a Flat's weights that this rank steps: all. Called once for each Flat."""
         return flat.pieces(flat.weights, 0)
 
     def expect(self, stage, is_final):
@@ -184,8 +185,8 @@ class DDP:
         """Called by autograd when param.grad is complete, once in each backward. (For a tied
         weight: after both of its users have added to param.grad.)"""
         flat = self.home[param]
-        # Under ZeRO-2 a gradient that comes before its turn, from the first half of a backward that
-        # is cut in two, stays in param.grad
+        # ZeRO-2, a backward that is cut in two: its first half comes without expect(), and these
+        # gradients wait in param.grad for complete()
         if flat in self.queue or not self.every_microbatch:
             self.collect(param, flat)
         flat.missing -= 1

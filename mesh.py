@@ -1,8 +1,8 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T). Launchers
-number ranks machine by machine: neighbours in number share the fast links of a machine, ranks far
-apart talk over the network. So the axis that talks most comes last (innermost):
+N processes (ranks) are laid out on a mesh of named axes, without --ep like arange(N).view(D, P, T).
+Launchers number ranks machine by machine: neighbours in number share the fast links of a machine,
+ranks far apart talk over the network. So the axis that talks most comes last (innermost):
 
     axis   splits                   messages
     rep    the batch                once per step, if ZeRO shards over fewer ranks (--shard)
@@ -101,7 +101,7 @@ class Mesh:
         shard = shard or dp
         sizes = {"rep": dp // shard, "shard": shard // ep, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
         self.sizes = sizes  # the outermost axis first
-        # One process needs no communicator (torch's ProcessGroup, which connects some ranks)
+        # One process alone has no communicator (torch's ProcessGroup, which connects some ranks)
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         world = 1 if alone else dist.get_world_size()

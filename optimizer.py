@@ -73,7 +73,7 @@ class LossScale:
 
     def update(self, finite):
         if self.changes:
-            self.good_steps.copy_((self.good_steps + 1) * finite)
+            self.good_steps.copy_((self.good_steps + 1) * finite)  # 0: halved below
             grow = torch.where(self.good_steps % 1000 == 0, 2.0, 1.0)
             self.value.mul_(torch.where(finite, grow, 0.5)).clamp_(min=1.0)
 

@@ -28,9 +28,9 @@ import torch
 #   wte         WWWW     rows           WW..     ..WW     WW..     ..WW      dp         -
 #   experts     ABCD     experts        AB..     AB..     ..CD     ..CD      alone      tp
 #
-# dp: the group of the data ranks, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone: a group of one rank.
-# With --sp tensor ranks see different tokens: LayerNorm's sum_over is dp, tp, and each of the four
-# ranks has one expert
+# dp: the group of the data ranks, here the ZeRO group, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone:
+# a group of one rank. With --sp tensor ranks see different tokens: LayerNorm's sum_over is dp, tp,
+# and each of the four ranks has one expert
 
 
 @dataclass
@@ -89,26 +89,6 @@ class Tag:
         sizes = [stop - start for start, stop in self.ranges]
         for (start, stop), values in zip(self.ranges, part.split(sizes, self.dim), strict=True):
             full.narrow(self.dim, start, stop - start).copy_(values)
-
-    def runs(self, start, stop):
-        """Where elements [start, stop) of this slice, flattened, lie in the flattened full tensor:
-        yields (where in the full tensor, where in the values from `start` on, how many) of each
-        contiguous run. (run/checkpoint.py writes a rank's slice into a file with the full tensor.)
-
-        Full shape (2, 6), dim 1, ranges [1, 3): the slice holds elements 1 2 7 8 of the full
-        tensor, so runs(1, 4) yields (2, 0, 1), then (7, 1, 2)."""
-        width = self.shape[self.dim]
-        inner = self.shape[self.dim + 1 :].numel()  # elements of one index along dim
-        position = 0  # in the flattened slice
-        for row in range(self.shape[: self.dim].numel()):
-            for range_start, range_stop in self.ranges:
-                length = (range_stop - range_start) * inner
-                run_start = max(position, start)
-                run_stop = min(position + length, stop)
-                if run_start < run_stop:
-                    in_full = (row * width + range_start) * inner + (run_start - position)
-                    yield in_full, run_start - start, run_stop - run_start
-                position += length
 
 
 def bounds(n, group):

@@ -37,8 +37,8 @@ from shard import split
 
 
 def sum_in_place(x, group):
-    """The sum of the ranks' x, in x's memory: x, the product of this rank's slice, is read by
-    nobody else. (If x does not lie element by element, in a copy.)"""
+    """The sum of the ranks' x, in x's memory: x is a product or, in backward, the gradient of its
+    input, which nobody else reads. (If x does not lie element by element, in a copy.)"""
     return all_reduce(x.contiguous(), group)
 
 
@@ -73,7 +73,7 @@ def all_tokens(x, group):
 
 
 def own_tokens_of_sum(x, group):
-    """(B, S, C), partial over tp -> this rank's tokens of the sum, (B, S/T, C)."""
+    """(B, S, C), this rank's term of a sum -> this rank's tokens of the sum, (B, S/T, C)."""
     parts = x.unflatten(1, (group.size, -1)).movedim(1, 0)  # (T, B, S/T, C)
     summed = reduce_scatter(parts.clone(memory_format=torch.contiguous_format), group)
     return summed[group.rank].clone()  # a view would keep the other ranks' tokens in memory
@@ -103,7 +103,8 @@ class DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, deferred):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.deferred = weight, deferred
+        ctx.weight = weight  # the Parameter itself: pipeline.py adds to its .grad
+        ctx.deferred = deferred
         return F.linear(x, weight)
 
     @staticmethod
@@ -146,7 +147,7 @@ class Row(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
-        partial_y = product(x, self.weight, self.deferred)  # (B, S, out), partial over tp
+        partial_y = product(x, self.weight, self.deferred)  # (B, S, out), a term of the sum
         y = self.g(partial_y, self.group)
         return y if self.bias is None else y + self.bias
 
@@ -202,8 +203,8 @@ class VocabularyLoss(torch.autograd.Function):
     In: x (tokens, C); weight (V/T, C), this rank's words [start, stop); targets (tokens,). Out: the
     sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. They share two
     things: each rank's log(sum(exp(logits))) over its own words, one number per token, and the sum
-    of the targets' logits. Forward computes the gradients, softmax(logits) - 1 at the target times
-    W or x; backward multiplies them by the gradient of the loss."""
+    of the targets' logits. Forward computes the gradients, (softmax(logits), less 1 at the target)
+    times W or x; backward multiplies them by the gradient of the loss."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, words, group):
@@ -212,7 +213,7 @@ class VocabularyLoss(torch.autograd.Function):
         grad_x = []  # gradients of some tokens each: each tensor rank has a term of the sum
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         loss = x.new_zeros((), dtype=wide)
-        target_logits = x.new_zeros(1, dtype=wide)  # sum of the targets' logits, partial over tp
+        target_logits = x.new_zeros(1, dtype=wide)  # this rank's term of the sum
         n = tokens_at_a_time(x, weight)
         for some, wanted in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
             logits = (some @ weight.t()).to(wide)  # (n, V/T)
@@ -230,6 +231,7 @@ class VocabularyLoss(torch.autograd.Function):
                 log_sum = full_log_sum
             loss += log_sum.masked_fill(absent, 0).sum()
             if needs_x or needs_weight:
+                # -1 at the target, if this rank has that word
                 grad = probs.scatter_add_(-1, local, outside.to(wide) - 1)
                 grad = grad.masked_fill_(absent, 0).to(x.dtype)
             if needs_x:

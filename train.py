@@ -108,7 +108,7 @@ class Trainer:
         # a sequence that this rank has between two blocks, width
         sequences = cfg.batch_size // (cfg.dp * cfg.microbatches)
         tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)
-        shape = (sequences, tokens, cfg.n_embd)
+        shape = (sequences, tokens, config.n_embd)
         self.pipeline = Pipeline(stages, mesh.group("pp"), cfg, shape, self.dtype, deferred,
                                  scale.value)
 
@@ -246,7 +246,7 @@ def main():
     from run.launch import joined, place
 
     process = place()  # the numbers that the launcher gave this process
-    cfg, _ = read_command_line(__doc__, process.world)  # as start() did
+    cfg, _ = read_command_line(__doc__, process.world)  # as start() did. _: the number of ranks
     with joined(cfg, process.world) as device:  # an error inside ends all ranks, with one line
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, process.local_rank)

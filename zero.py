@@ -65,8 +65,8 @@ class ZeRO1(DDP):
     sharded = True
 
     def __init__(self, stages, *args):
-        self.gathers = {}  # Flat -> a function that waits until its weights are whole
         super().__init__(stages, *args)
+        self.gathers = {}  # Flat -> a function that waits until its weights are whole
         for layers in stages.values():
             for i, layer in enumerate(layers):
                 previous = layers[i - 1] if i > 0 else None
@@ -120,21 +120,23 @@ class ZeRO1(DDP):
 
 class ZeRO2(ZeRO1):
     """Shards gradients too. As soon as a backward has computed the gradients of a Flat, they are
-    reduce-scattered, this rank's chunk is added to the sum, and the rest is freed. About one
-    layer's whole gradient exists at a time."""
+    reduce-scattered, while backward goes on to the next Flat; when that one's gradients are there,
+    this rank's chunk is added to the sum, and the rest is freed. So at most two layers' whole
+    gradients exist at a time."""
 
     every_microbatch = True
 
     def __init__(self, *args):
+        super().__init__(*args)
         self.reducing = None  # the Flat whose gradients travel now
         self.sums = {}  # Flat -> this rank's chunk of its gradient, summed over microbatches
-        super().__init__(*args)
 
     def collect(self, param, flat):
         """Move a gradient into its Flat, which has memory for gradients only until start()."""
         # A stage of one Flat: its gradients of the microbatch before may still be on their way
-        if flat.grads is None or flat is self.reducing:
+        if flat is self.reducing:
             self.keep_chunk()
+        if flat.grads is None:
             flat.grads = torch.zeros_like(flat.weights)  # a parameter without gradient: zeros
         if param.grad is not None:
             flat.view(flat.grads, param).copy_(param.grad)
@@ -142,7 +144,7 @@ class ZeRO2(ZeRO1):
 
     def start(self, flat):
         super().start(flat)
-        self.keep_chunk()  # a layer of two Flats: finish the first
+        self.keep_chunk()  # the Flat before has travelled meanwhile
         self.reducing = flat
 
     def keep_chunk(self):
@@ -176,7 +178,8 @@ class ZeRO3(ZeRO2):
     one replica needs to get one on all."""
 
     def __init__(self, *args):
-        self.chunks = {}  # Flat -> this rank's chunk of its weights
+        # Flat -> this rank's chunk of its weights. Now, because __init__ calls pieces_to_step
+        self.chunks = {}
         super().__init__(*args)
 
     def pieces_to_step(self, flat):
@@ -195,8 +198,7 @@ class ZeRO3(ZeRO2):
             self.use(layer, previous)
 
         # The gradient of a layer's output is there before any node of its backward that reads
-        # weights runs: all of these nodes wait for that gradient, also a router's, whose scores
-        # weight the outputs of its experts
+        # weights runs
         def register_in_backward(layer, args, out):
             if out.requires_grad:  # else this is a validation, which has no backward
                 out.register_hook(in_backward)
@@ -225,7 +227,7 @@ class ZeRO3(ZeRO2):
 
     def make_whole(self, flat):
         self.start_gather(flat)
-        self.gathers[flat]()
+        self.gathers[flat]()  # a second wait returns at once
 
     def free(self, flats):
         for flat in flats:

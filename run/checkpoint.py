@@ -6,7 +6,7 @@
 
 A safetensors file is a header, and then each tensor's elements, row after row. The header follows
 from names, shapes and dtype. So every rank knows, without a message, where each element of the full
-model lies in the file, and writes its own slices there, as its tags say (Tag.runs in shard.py).
+model lies in the file, and writes its own slices there, as its tags say (runs).
 Nothing is gathered. To read, a rank maps the file into memory and takes its slices (Tag.slice).
 
 All files are written into step-N.tmp. Once they are on the disk, the folder is renamed to step-N,
@@ -117,13 +117,34 @@ def read_tensor(entry):
     return torch.from_numpy(data).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
+def runs(tag, start, stop):
+    """Where elements [start, stop) of the tag's slice, flattened, lie in the flattened full tensor:
+    yields (where in the full tensor, where in the values from `start` on, how many) of each
+    contiguous run.
+
+    Full shape (2, 6), dim 1, ranges [1, 3): the slice holds elements 1 2 7 8 of the full tensor, so
+    runs(tag, 1, 4) yields (2, 0, 1), then (7, 1, 2)."""
+    width = tag.shape[tag.dim]
+    inner = tag.shape[tag.dim + 1 :].numel()  # elements of one index along dim
+    position = 0  # in the flattened slice
+    for row in range(tag.shape[: tag.dim].numel()):
+        for range_start, range_stop in tag.ranges:
+            length = (range_stop - range_start) * inner
+            run_start = max(position, start)
+            run_stop = min(position + length, stop)
+            if run_start < run_stop:
+                in_full = (row * width + range_start) * inner + (run_start - position)
+                yield in_full, run_start - start, run_stop - run_start
+            position += length
+
+
 def write_slice(entry, tag, start, values):
     """Write `values`, the elements from index `start` on of the slice that the tag describes, to
     their places in the file of the full tensor: a contiguous run at a time."""
     data = memoryview(values.cpu().view(torch.uint8).numpy())
     width = values.element_size()
     with open(entry.path, "r+b") as file:
-        for in_full, in_values, length in tag.runs(start, start + len(values)):
+        for in_full, in_values, length in runs(tag, start, start + len(values)):
             file.seek(entry.begin + in_full * width)
             file.write(data[in_values * width : (in_values + length) * width])
 
