@@ -101,12 +101,12 @@ class Rank:
         experts = bytes_per_parameter(zero, self.replicas / self.layout.ep, self.w)
         weights, gradients, optimizer = (self.others * a + self.blocks * self.experts * b
                                          for a, b in zip(others, experts, strict=True))
-        # What exists for a moment, roughly: logits (tensor_parallel.py); ZeRO-2 and 3: a layer's
-        # gradients; ZeRO-3: the weights of two layers
+        # What exists for a moment, roughly: logits (tensor_parallel.py); ZeRO-2 and 3: the
+        # gradients of two layers; ZeRO-3: their weights
         logits = min(self.n * self.model.vocab_size / self.layout.tp, 2**27)
         layer = max(self.split + self.whole + self.experts, self.matrices)
         buffers = self.heads * logits * (self.w + 2 * self.wide)
-        buffers += {2: 1, 3: 3}.get(zero, 0) * layer * self.w
+        buffers += {2: 2, 3: 4}.get(zero, 0) * layer * self.w
         return {"weights": weights, "gradients": gradients, "optimizer": optimizer,
                 "activations": self.activations(), "buffers": buffers}
 

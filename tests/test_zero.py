@@ -95,10 +95,10 @@ def memory_of_a_step(rank, cfg):
 def test_bytes_held_are_the_formula_and_the_peak_is_what_the_stage_allows(corpus, dtype, width,
                                                                          states, more):
     """Short sequences: weights and gradients outweigh activations. A width of 65: there is padding,
-    which has no optimizer states. ZeRO-2 has the whole gradients of one layer at a time, ZeRO-3 the
-    weights of two layers, too."""
+    which has no optimizer states. ZeRO-2 has the whole gradients of two layers at a time, ZeRO-3
+    their weights, too."""
     D = 4
-    words = (f"--dp {D} --microbatches 2 --n-embd 65 --n-head 5 --n-layer 4 --block-size 4 "
+    words = (f"--dp {D} --microbatches 2 --n-embd 65 --n-head 5 --n-layer 8 --block-size 4 "
              f"--batch-size 8 --dtype {dtype} {more}")
     peaks = []
     for stage in STAGES:
@@ -112,10 +112,10 @@ def test_bytes_held_are_the_formula_and_the_peak_is_what_the_stage_allows(corpus
         peaks.append(max(rank["peak"] for rank in found))
     psi, block = width * sum(numel), width * max(numel)
     others = peaks[0] - psi  # activations, and what autograd holds for a moment
-    assert psi / D + 3 * block < psi, "the bounds must be able to fail"
+    assert psi / D + 4 * block < psi, "the bounds must be able to fail"
     assert peaks[1] == peaks[0]
-    assert peaks[2] <= others + psi / D + block
-    assert peaks[3] <= others + psi / D + 3 * block
+    assert peaks[2] <= others + psi / D + 2 * block
+    assert peaks[3] <= others + psi / D + 4 * block
 
 
 @pytest.mark.parametrize("D,row", [(1, (120, 120, 120)), (4, (52.5, 41.3, 30)),
@@ -130,18 +130,21 @@ def test_bytes_per_parameter_are_the_published_ones(D, row):
 
 
 def overlap(rank, cfg):
-    """(of each reduction: did it start before backward had come to the embedding?; of each forward
-    and backward of a layer of ZeRO-3: were the next layer's weights on their way?)"""
+    """(of each reduction: did it start before backward had come to the embedding?; how many had
+    started, itself included, when it was waited for?; of each forward and backward of a layer of
+    ZeRO-3: were the next layer's weights on their way?)"""
     trainer, data = make_trainer(cfg)
     reducer = trainer.reducer
-    early, ahead = [], []
+    early, travelled, ahead = [], [], []
 
     def start(function, *args, usual=reducer.background.start):
         wait = usual(function, *args)
-        if function == reducer.reduce:
-            early.append(reducer.trained_flats[-1].missing > 0)
-            wait()  # the claim: the reduction needs nothing of what backward has yet to do
-        return wait
+        if function != reducer.reduce:
+            return wait
+        number = len(early)
+        early.append(reducer.trained_flats[-1].missing > 0)
+        wait()  # the claim: the reduction needs nothing of what backward has yet to do
+        return lambda: travelled.append(len(early) - number)
 
     def look(following):
         ahead.append(all(flat in reducer.gathers for flat in reducer.flats_in(following)))
@@ -155,16 +158,18 @@ def overlap(rank, cfg):
             layer.register_forward_hook(lambda module, args, out, before=before: out.register_hook(
                 lambda grad: look(before)) and None)
     trainer.step(data.training(cfg, 0, trainer.mesh), 1e-3)
-    return early, ahead
+    return early, travelled, ahead
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, stage):
     L, m = 3, 2
     words = f"--dp 2 --zero {stage} --n-layer {L} --microbatches {m}"
-    for early, ahead in in_layout(words, corpus, overlap)[1]:
+    for early, travelled, ahead in in_layout(words, corpus, overlap)[1]:
         # Each Flat, in one backward of the step or in each: the head, blocks, wpe and wte
         assert len(early) == (L + 3) * (m if stage >= 2 else 1) and all(early[: L + 1])
+        # Nobody waits for a reduction before the next one has started, but for the last one
+        assert len(travelled) == len(early) and all(started > 1 for started in travelled[:-1])
         # In forward all layers but the last; in backward all but embedding and first block
         assert ahead == [True] * m * (2 * L + 1) * (stage == 3)
 
