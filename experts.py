@@ -230,13 +230,13 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     # Sorted by expert, and so by rank: rank 0 has the first n experts, rank 1 the next n.
     chosen = chosen.flatten()  # (B * S * k,)
     order = chosen.argsort(stable=True)
+    n = experts.c_fc.weight.size(0)
+    counts = torch.zeros(2, group.size * n, dtype=torch.long, device=x.device)
+    counts[0].scatter_add_(0, chosen, torch.ones_like(chosen))
+    counts = counts.view(2, group.size, n)
+    all_to_all(list(counts[1]), list(counts[0]), group)
     # (E, n) each. to_send[r, i]: how many rows go to expert i of rank r; to_run[r, i]: how many
     # rows come from rank r for expert i of this rank
-    n = experts.c_fc.weight.size(0)
-    to_send = torch.zeros(group.size * n, dtype=torch.long, device=x.device)
-    to_send.scatter_add_(0, chosen, torch.ones_like(chosen))
-    counts = torch.stack([to_send, torch.empty_like(to_send)]).view(2, group.size, n)
-    all_to_all(list(counts[1]), list(counts[0]), group)
     to_send, to_run = torch.tensor(group.read(counts))  # the layer's one wait for the device
     sent = to_send.sum(1).tolist()
     received = to_run.sum(1).tolist()

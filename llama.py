@@ -55,11 +55,11 @@ def frequencies(config, dtype, device):
 
 
 def stretch(frequency, scaling):
-    """Lower frequencies, for sequences longer than those of a first training. One number: divide
-    all by this factor (arXiv 2306.15595). Four: Llama 3.1's change. That model was first trained on
-    sequences of `original` tokens, then on longer ones. Slow pairs, which turn less than `low`
-    times in `original` tokens, are slowed down by `factor`; fast ones, which turn more than `high`
-    times, stay; between them a straight line."""
+    """Lower frequencies, for sequences longer than those of a first training. scaling "factor":
+    divide all (arXiv 2306.15595). "factor,low,high,original": Llama 3.1's change. That model was
+    first trained on sequences of `original` tokens, then on longer ones. Slow pairs, which turn
+    less than `low` times in `original` tokens, are slowed down by `factor`; fast ones, which turn
+    more than `high` times, stay; between them a straight line."""
     factor, *more = (float(number) for number in scaling.split(","))
     if not more:
         return frequency / factor
@@ -74,8 +74,7 @@ def rotate(x, angles):
     first, second = x.chunk(2, dim=-1)
     cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    # torch's fused attention wants contiguous heads. torch.cat's result is not contiguous for heads
-    # of 2 numbers
+    # Fused attention wants contiguous heads; for heads of 2 numbers torch.cat's are not
     return turned.contiguous()
 
 

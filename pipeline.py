@@ -25,7 +25,7 @@ from schedules import SHIFT, make_schedule, message_of, placement
 
 def order_of_messages(lists, where, rank):
     """{other rank: the tensors that it sends to this rank, in the order in which it sends them}. A
-    tensor is named (direction, stage that needs it, microbatch)."""
+    tensor is named (what, stage that needs it, microbatch), such as ("gradient", 0, 3)."""
     found = {other: [] for other in range(len(lists))}
     for other, actions in enumerate(lists):
         for action in actions:
@@ -46,11 +46,8 @@ class Pipeline:
     gradients of a backward that is cut in two. scale: the factor of the loss, a tensor
     (optimizer.LossScale).
 
-    P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward. GPipe runs
-    F0 F1 F2 F3 F4 F5, then B0 B1 B2 B3 B4 B5. 1F1B: warm up F0 F1, steady state F2 B0 F3 B1 F4 B2
-    F5 B3, cool down B4 B5. Zero bubble cuts B into I and W: I computes the gradient of the stage's
-    input now, because the rank before waits for it; W computes the gradients of its matrices later.
-    """
+    Zero bubble cuts B into I and W: I computes the gradient of the stage's input now, because the
+    rank before waits for it; W computes the gradients of its matrices later."""
 
     def __init__(self, stages, group, cfg, shape, dtype, deferred, scale):
         self.stages = stages
@@ -69,7 +66,7 @@ class Pipeline:
         self.all_messages = order_of_messages(self.lists, self.where, group.rank)
         self.forward_messages = order_of_messages(self.forwards, self.where, group.rank)
         self.incoming = {}  # other rank -> what it has yet to send in this step
-        # (direction, stage, microbatch) -> a tensor that has come and is not needed yet
+        # (what, stage, microbatch) -> a tensor that has come and is not needed yet
         self.arrived = {}
         self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
         self.weight_work = {}  # (stage, microbatch) -> deferred weight gradients, from I to W
@@ -98,7 +95,7 @@ class Pipeline:
             elif kind == "B" and self.deferred is None:
                 reducer.expect(stage, is_final)
                 self.backward(stage, k)
-            else:  # I or W; or, in a schedule that has these, a B, which runs both
+            else:  # I, or W; or both in one: a B among them, in a schedule of a fork
                 if kind in ("I", "B"):
                     self.backward(stage, k)
                     self.weight_work[stage, k] = [*self.deferred]
@@ -114,8 +111,10 @@ class Pipeline:
 
     def forward(self, stage, k, ids, targets):
         """F. Returns the loss per token, 0 without the last stage."""
-        # (B, S) token ids on the first stage; else (B, S, C), and backward computes its gradient
-        x = ids if stage == 0 else self.take("F", stage, k).requires_grad_(torch.is_grad_enabled())
+        x = ids  # (B, S)
+        if stage > 0:
+            x = self.take("activation", stage, k)  # (B, S, C); backward computes its gradient
+            x.requires_grad_(torch.is_grad_enabled())
         *layers, last_layer = self.stages[stage]
         y = x
         for layer in layers:
@@ -133,17 +132,17 @@ class Pipeline:
             self.in_flight[stage, k] = x, outputs
         if has_head:
             return y.detach()
-        self.pass_on("F", stage, k, y.detach())
+        self.pass_on("activation", stage, k, y.detach())
         return 0.0
 
     def backward(self, stage, k):
         """B, or I: then tensor_parallel.py leaves gradients of matrices in self.deferred."""
         x, outputs = self.in_flight.pop((stage, k))
-        # The gradient of a loss is 1, for which autograd takes None. (Given a tensor autograd would
-        # import a part of the compiler: half a second, and 25 MB)
+        # The gradient of a loss is 1, for which autograd takes None. (Given a tensor, as on the
+        # other stages, autograd imports a part of the compiler: half a second, and 25 MB)
         grads = [None] * len(outputs)
         if stage < len(self.where) - 1:
-            grads[0] = self.take("B", stage, k)  # (B, S, C)
+            grads[0] = self.take("gradient", stage, k)  # (B, S, C)
         roots = []  # (output, its gradient)
         for y, grad in zip(outputs, grads, strict=True):
             if y.requires_grad:  # not, if a fork has frozen all weights before it
@@ -151,7 +150,7 @@ class Pipeline:
         if roots:
             torch.autograd.backward(*zip(*roots, strict=True))
         if stage > 0:
-            self.pass_on("B", stage, k, x.grad)
+            self.pass_on("gradient", stage, k, x.grad)
 
     @torch.no_grad()
     def add_weight_gradients(self, stage, k):
@@ -160,23 +159,23 @@ class Pipeline:
             product = grad.flatten(0, -2).t() @ x.flatten(0, -2)
             weight.grad = product if weight.grad is None else weight.grad.add_(product)
 
-    def pass_on(self, direction, stage, k, tensor):
-        """Give a stage's result to the stage after ("F") or before ("B")."""
-        to = stage + SHIFT[direction]
+    def pass_on(self, what, stage, k, tensor):
+        """Give a stage's result, an activation or a gradient, to the stage after or before."""
+        to = stage + SHIFT[what]
         if self.where[to] == self.group.rank:
-            self.arrived[direction, to, k] = tensor
+            self.arrived[what, to, k] = tensor
         else:
             self.sends.append(self.group.send(tensor, self.where[to]))
 
-    def take(self, direction, stage, k):
+    def take(self, what, stage, k):
         """Return the tensor that `stage` needs for microbatch k. Messages have no names: those of a
         rank come in the order of its actions, and a tensor that is not needed yet is kept."""
-        source = self.where[stage - SHIFT[direction]]
-        while (direction, stage, k) not in self.arrived:
+        source = self.where[stage - SHIFT[what]]
+        while (what, stage, k) not in self.arrived:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
             self.group.recv(tensor, source).wait()
             self.arrived[self.incoming[source].popleft()] = tensor
-        return self.arrived.pop((direction, stage, k))
+        return self.arrived.pop((what, stage, k))
 
 
 def tie_ends(all_layers, group):

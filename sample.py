@@ -8,7 +8,7 @@ that).
 """
 
 from run.flags import Parser, fail
-from run.launch import say
+from run.launch import say  # (and Ctrl-C ends without a traceback)
 
 
 def sample_flags():
@@ -132,7 +132,7 @@ def sample_text(folder, data):
         model = checkpoint.load_model(folder)
         ids = generate(model, data.val[:16].tolist(), n=96)[0]
         text = load_tokenizer(data.folder).decode(ids)
-    except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # no tokenizer, nan, ...
         text = f"(none: {error})"
     return "\n".join("  | " + line for line in text.splitlines())
 

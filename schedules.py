@@ -77,11 +77,10 @@ def interleaved(P, m, v, rank):
         backwards of the rank's stage   1 1 0 0 1 1 0 0"""
     forwards = [("F", i // P % v) for i in range(m * v)]
     backwards = [("B", v - 1 - i // P % v) for i in range(m * v)]
-    # A backward starts with the last stage: first come P forwards of each stage before the last ...
-    num_warmup = (v - 1) * P
-    # ... then twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F
-    # a step is 7% longer with once (simulated, messages that block no rank, P 4, v 2, m 16)
-    num_warmup += 2 * (P - 1 - rank)
+    # The first backward is of the rank's last stage: before it P forwards of each earlier one, and
+    # twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F a step is
+    # 7% longer with once (simulated, messages that block no rank, P 4, v 2, m 16)
+    num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
 
@@ -132,8 +131,8 @@ def placement(name, P, v=0):
 
 def cut(costs, n):
     """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
-    possible, because it sets the pace. The stages before the last are cut by the same rule: of the
-    cuts with a costliest of 20, cut([0, 5, 5, 5, 5, 20], 3) is [(0, 3), (3, 5), (5, 6)].
+    possible, because it sets the pace. The stages before the last are cut by the same rule:
+    cut([0, 5, 5, 5, 5, 20], 3) is [(0, 3), (3, 5), (5, 6)], not [(0, 2), (2, 5), (5, 6)].
 
     Dynamic programming: the best cut of the first `stop` layers into k stages is a last stage
     [start, stop) after the best cut of the first `start` layers into k - 1. cut([1, 1, 2], 2):
@@ -207,22 +206,22 @@ def actions_of(name, P, m, v, rank):
     return actions
 
 
-# Where a result goes: an activation (F) from stage s to s + 1, a gradient (B) from s to s - 1
-SHIFT = {"F": 1, "B": -1}
+# Where a result goes from stage s: an activation to s + 1, a gradient to s - 1
+SHIFT = {"activation": 1, "gradient": -1}
 
 
 def message_of(action, where):
-    """The message with an action's result: (direction, stage that needs it, microbatch), or None if
-    that stage is on the same rank, or there is none. direction: "F", the message is an activation,
-    or "B", a gradient. F(0, k) -> ("F", 1, k); B(1, k) or I(1, k) -> ("B", 0, k)."""
+    """The message with an action's result: (what, stage that needs it, microbatch), or None if that
+    stage is on the same rank, or there is none. F(0, k) -> ("activation", 1, k); B(1, k) or I(1, k)
+    -> ("gradient", 0, k)."""
     kind, s, k = action
     if kind == "W":
         return None
-    direction = "F" if kind == "F" else "B"
-    to = s + SHIFT[direction]
+    what = "activation" if kind == "F" else "gradient"
+    to = s + SHIFT[what]
     if not 0 <= to < len(where) or where[to] == where[s]:
         return None
-    return direction, to, k
+    return what, to, k
 
 
 # ---- checks and times, for tests, docs and extras: training runs nothing below ----

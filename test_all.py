@@ -12,7 +12,7 @@ Each layout of the table below trains a small model for three steps in float64, 
 as it has ranks. One process trains the same model on whole batches, in a plain loop (one_process)
 that shares only the model and its initial values with train.py. A line of the output names a layout
 and gives, for its loss, its gradients before clipping, their norm and its weights, the largest
-difference from the loop's, divided by the largest magnitude (or by 1e-3, if that is smaller).
+difference from the loop's, divided by the loop's largest magnitude (by 1e-3 if that is less).
 float64 has 16 digits, and sums in another order cost the last one or two. (Weights lose more: the
 key biases of a GPT's attention have gradients of 0 but for rounding, and AdamW scales this noise up
 to a full step.) Before the first step the weights have the loop's bits. Last, the page plants a
@@ -85,11 +85,11 @@ LAYOUTS = """
 
 # ---- several processes ----
 
-RANKS = 8  # processes that wait for work
-HANG = 60  # seconds after which ranks hang, and a test fails: most take less than one
+PROCESSES = 8  # that wait for work
+HANG = 120  # seconds after which ranks hang, and a test fails: most take less than one
 
 
-class Ranks:
+class Pool:
     """Runs a function as several ranks: ranks(4, function, *args) calls function(rank, *args) in
     four processes, which form a process group of torch, and returns the list of what they return.
     The processes are kept from call to call; after a failure they start anew."""
@@ -98,19 +98,20 @@ class Ranks:
         self.processes = None
 
     def __call__(self, world, function, *args):
-        if world > RANKS:  # its ranks would wait for each other forever
-            raise ValueError(f"{world} ranks are more than test_all.RANKS = {RANKS} processes")
+        if world > PROCESSES:  # its ranks would wait for each other forever
+            raise ValueError(f"{world} ranks are more than test_all.PROCESSES = {PROCESSES}")
         if self.processes is None:
             # They are forked from one process that has imported train.py: in a tenth of a second
             context = torch.multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["train"])
-            self.processes = ProcessPoolExecutor(RANKS, context)
+            self.processes = ProcessPoolExecutor(PROCESSES, context)
         with tempfile.TemporaryDirectory() as folder:
             # A rank's process is busy until all ranks have met, so each rank has one of its own
             answers = [self.processes.submit(run_rank, rank, world, f"{folder}/meeting", function,
                                              args) for rank in range(world)]
             done, missing = wait(answers, HANG, return_when=FIRST_EXCEPTION)
-            failed = [answer.exception() for answer in done if answer.exception()]
+            failed = [answer.exception() for answer in answers
+                      if answer in done and answer.exception()]
             if failed or missing:
                 self.stop()
                 raise failed[0] if failed else TimeoutError(
@@ -126,7 +127,8 @@ class Ranks:
 
 
 def run_rank(rank, world, meeting, function, args):
-    """One rank of Ranks. Returns the bytes of what the function returns."""
+    """One rank of a Pool. Returns the bytes of what the function returns: a tensor's shared memory
+    would end with its process."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group("gloo", store=dist.FileStore(meeting, world), rank=rank,
@@ -140,14 +142,15 @@ def run_rank(rank, world, meeting, function, args):
         dist.destroy_process_group()
 
 
-ranks = Ranks()
+ranks = Pool()
 
 
 # ---- a layout and the loop ----
 
 
 def flags_of(words, folder, **sizes):
-    """The Config of these flags, with the sizes of this page. sizes: of a Llama, without flags."""
+    """The Config of these flags, with the sizes of this page. sizes: a Llama's
+    that have no flag, such as n_hidden=37."""
     small = f"--n-layer 3 --n-head 12 --n-embd 24 --block-size {LENGTH} --batch-size {BATCH}"
     run = "--dtype float64 --device cpu --steps 3 --warmup-steps 1 --lr 1e-2 --grad-clip 0.2"
     cfg = parse([*small.split(), *run.split(), "--data", folder, *words])

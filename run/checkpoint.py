@@ -160,6 +160,8 @@ def read_manifest(folder):
         value = manifest.get(name)
         if type(value) is not kind or not 0 <= value < math.inf:
             raise FileError(f"{path}: damaged: its {name} is {value!r:.40}")
+    if type(manifest.get("data")) is not str:
+        raise FileError(f"{path}: damaged: it names no folder of data")
     try:
         config = config_from(manifest.get("model"))
         fits = all(type(getattr(config, f.name)) is f.type for f in fields(config))
@@ -362,9 +364,9 @@ def save(trainer, step, data_folder=""):
             entries |= open_tensors(path)
         for name, tag, start, values in pieces:
             if not tag.writes_checkpoint:
-                continue  # another rank of this replica writes this slice
+                continue  # another rank writes this slice
             begin, stop = 0, len(values)
-            if not trainer.reducer.sharded:  # each replica holds all, and writes a part
+            if not trainer.reducer.sharded:  # each rank of the ZeRO group has all: it writes a part
                 begin, stop = bounds(len(values), tag.sum_over[0])
             write_slice(entries[name], tag, start + begin, values[begin:stop])
         wait_for_all(world)

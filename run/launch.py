@@ -10,7 +10,7 @@ torchrun may start all ranks, or one process, which then becomes the launcher.
     a rank                        the other ranks                            exit code
     finds wrong data or files     find them too, or wait for it and fail     2
     dies, or fails                fail: they wait for it                     1
-    stops                         fail after --timeout                       1
+    hangs (SIGSTOP)               fail after --timeout                       1
     gets a signal                 save after the step, too, and end          0
     gets a second one later       fail                                       128 + its number
 """
@@ -69,8 +69,8 @@ def place():
 
 
 def ignore_signals():
-    """To a process that has done its work, a signal that repeats an earlier one comes too late.
-    (Python's own end would restore the default: the process would end by that signal.)"""
+    """From here on signals come too late. (At its end Python restores the default, and a signal
+    that repeats an earlier one would end the process.)"""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -10,7 +10,8 @@ torch's own collectives, that thread does not wait in Work.wait: the log leaves 
 
       1.52 ms   0 -> 1   tp   all_reduce, tensor_parallel.py Row.forward    4x8x16    4,096 bytes
 
-The files that train know nothing of the log: watching() replaces three methods during a step.
+The files that train know nothing of the log: watching() replaces Work.wait, Background.start and,
+for --watch, Group.exchange during a step.
 """
 
 import hashlib
@@ -57,7 +58,9 @@ class Log:
         self.waited = 0.0  # seconds in which this rank waited for messages of the step
         self.metrics = None
         if trainer.mesh.rank == 0:
-            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
+            interval, steps = self.cfg.eval_interval, self.cfg.steps
+            validates = interval > 0 and (first % interval == 0 or first == steps)
+            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
@@ -207,10 +210,11 @@ class Log:
                  f"\nreplicas {'agree' if self.ended_well else 'DISAGREE'}")
 
 
-def open_metrics(path, first):
+def open_metrics(path, first, validates=False):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
     aside. One that goes on from step `first` removes the lines that it writes again, and what a
-    crash has left behind the last whole line."""
+    crash has left behind the last whole line. validates: does it validate before its first step?
+    If not, the validation at the end of the earlier run stays."""
     if first == 0 and path.exists():
         put_aside(path)
     kept = []
@@ -218,8 +222,8 @@ def open_metrics(path, first):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                # A validation at step `first` was the last line of the earlier run
-                if record["step"] < first or record["step"] == first and "val_loss" in record:
+                stays = record["step"] == first and "val_loss" in record and not validates
+                if record["step"] < first or stays:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")
