@@ -32,7 +32,7 @@ from mesh import Mesh, grid, lay_out
 from model import build
 from run.flags import Parser, check_layout, in_words, parse
 from schedules import SCHEDULES
-from test_all import RANKS, difference, ranks, whole_slices
+from test_all import PROCESSES, difference, ranks, whole_slices
 from train import Trainer, from_seed, make_mesh
 
 # ---- a small GPT on several processes. Every rank prints; rank 0's lines are shown ----
@@ -216,8 +216,8 @@ def lines_of(rank, name, N):
 
 def demo_command(name, words):
     parser = Parser(DEMOS[name].__doc__)
-    numbers = range(1, RANKS + 1) if name == "collectives" else [4]
-    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="RANKS")
+    numbers = range(1, PROCESSES + 1) if name == "collectives" else [4]
+    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="PROCESSES")
     N = parser.parse_args(words).ranks
     printed = ranks(N, lines_of, name, N)[0]
     ranks.stop()

@@ -16,7 +16,7 @@ import pytest
 
 import test_all
 from extras.exercise import empty, exercises, find
-from test_all import Ranks, ranks
+from test_all import Pool, ranks
 from tests.harness import HERE, command
 from tests.test_planted import plant
 
@@ -118,14 +118,14 @@ def run_planted(rank, file, text, function, *args):
 @contextmanager
 def planted(file, text):
     """Meanwhile the functions of this file are those of the text, in this process and its ranks."""
-    usual = Ranks.__call__
+    usual = Pool.__call__
 
     def call(self, world, function, *args):
         return usual(self, world, run_planted, file, text, function, *args)
 
     plant(file, text)
     try:
-        with patch.object(Ranks, "__call__", call):
+        with patch.object(Pool, "__call__", call):
             yield
     finally:
         ranks.stop()
