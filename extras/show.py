@@ -217,7 +217,7 @@ def lines_of(rank, name, N):
 def demo_command(name, words):
     parser = Parser(DEMOS[name].__doc__)
     numbers = range(1, PROCESSES + 1) if name == "collectives" else [4]
-    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="PROCESSES")
+    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="RANKS")
     N = parser.parse_args(words).ranks
     printed = ranks(N, lines_of, name, N)[0]
     ranks.stop()
