@@ -294,9 +294,10 @@ class YourModel:
         for name, param in self.model.named_parameters():
             self.check(name, param)
         self.check_published()
-        for param in self.params:
-            if self.sharded or param in self.marked or not self.marked:
-                self.look_at_marks(param)
+        # What else is in DDP's param.grad may be the gradient of the last step
+        marked = self.params if self.sharded or not self.marked else [*self.marked]
+        for param in marked:
+            self.look_at_marks(param)
         # ZeRO-2 and 3 have summed gradients: some replicas alone cannot drop theirs
         dropped = sorted(self.dropped) if self.every_microbatch else "some"
         self.same_everywhere(f"the end of a step: {self.backwards} backwards, {dropped} dropped")
