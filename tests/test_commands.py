@@ -34,6 +34,7 @@ from tests.harness import (
     ranks,
     records,
     refused,
+    start,
 )
 
 # ---- flags ----
@@ -309,6 +310,9 @@ def test_one_command_trains_and_another_continues_a_text(tmp_path):
                    "--max-tokens", 20)
     assert done.returncode == 0 and done.stdout.count("def é") == 2, done.stderr
     assert refused("sample.py", "--out", tmp_path / "four", "--prompt", "").endswith("be empty\n")
+    with open("/dev/full", "w") as full:
+        process = start("sample.py", "--out", tmp_path / "four", "--max-tokens", 1, stdout=full)
+    assert process.communicate() == (None, "sample.py: No space left on device\n")
 
 
 # ---- --watch ----
