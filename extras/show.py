@@ -360,8 +360,8 @@ def mesh_command(words):
     parser = Parser(mesh_command.__doc__)
     parser.add_argument("sizes", nargs=5, type=int, metavar="N", help="of dp pp ep cp tp")
     D, P, E, C, T = parser.parse_args(words).sizes
-    if min(D, P, E, C, T) < 1 or D % E:
-        parser.error(f"sizes {words} must be at least 1, and ep must divide dp")
+    if min(D, P, E, C, T) < 1 or D % E or D * P * C * T > 1000:
+        parser.error(f"sizes {words}: at least 1 each, at most 1000 ranks, and ep must divide dp")
     ranks = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
     print(grid(ranks))
     longer = [[axis] for axis, size in zip(("dp", "pp", "ep", "cp", "tp"), (D, P, E, C, T),
@@ -582,7 +582,10 @@ def main():
     parser.add_argument("name", choices=COMMANDS, metavar="NAME", help=", ".join(COMMANDS))
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS")
     args = parser.parse_args()
-    COMMANDS[args.name](args.words)
+    try:
+        COMMANDS[args.name](args.words)
+    except OSError as error:  # a picture that cannot be written
+        parser.error(in_words(error))
 
 
 if __name__ == "__main__":
