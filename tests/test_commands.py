@@ -312,7 +312,7 @@ def test_one_command_trains_and_another_continues_a_text(tmp_path):
     assert refused("sample.py", "--out", tmp_path / "four", "--prompt", "").endswith("be empty\n")
     with open("/dev/full", "w") as full:
         process = start("sample.py", "--out", tmp_path / "four", "--max-tokens", 1, stdout=full)
-    assert process.communicate() == (None, "sample.py: No space left on device\n")
+    assert process.communicate(timeout=60) == (None, "sample.py: No space left on device\n")
 
 
 # ---- --watch ----
