@@ -281,10 +281,8 @@ def at_most(timeout, store, rank, what):
 
 
 def meet(rank, size, timeout):
-    """The store, keys and values that all ranks read and write, once all ranks have come there."""
+    """The store, keys and values that all ranks read and write."""
     import torch.distributed as dist
-
-    from collectives import CommunicationError
 
     with at_most(timeout, None, rank, "waiting for the store of all ranks"):
         if MEETING in os.environ:
@@ -297,6 +295,16 @@ def meet(rank, size, timeout):
                                    is_master=rank == 0 and not has_agent, wait_for_workers=False,
                                    timeout=timedelta(seconds=timeout))
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), server)
+    return store
+
+
+def join(store, rank, size, device, timeout):
+    """Join torch's process group, once all ranks have come to the store."""
+    import torch.distributed as dist
+
+    from collectives import CommunicationError
+    from mesh import connection_options
+
     store.set(f"rank {rank} is here", "")
     keys = [f"rank {other} is here" for other in range(size)]
     try:
@@ -305,14 +313,6 @@ def meet(rank, size, timeout):
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise CommunicationError(f"rank {rank}: waiting for rank {missing[0]} to start: not within "
                                  f"{timeout:g} s") from None
-    return store
-
-
-def join(store, rank, size, device, timeout):
-    """Join torch's process group."""
-    import torch.distributed as dist
-
-    from mesh import connection_options
 
     options = connection_options(device, timeout)
     if device.type == "cuda":

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from run.launch import reason
+from run.launch import MEETING, reason
 from tests.harness import HERE, Run, children, command, flags, gone, losses, start, until
 
 ENDLESS = 10**6  # steps
@@ -82,14 +82,14 @@ def test_ranks_end_with_their_launcher_even_one_that_is_stopped_and_nothing_stay
     assert shared_files() <= before and not [*odd.iterdir()]
 
 
-def test_a_rank_that_never_starts_is_named(tmp_path, corpus):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = command("train.py", *flags(corpus, tmp_path, tp=2, timeout=3), env=env)
-    assert done.returncode == 1
-    assert done.stderr == "train.py: rank 0: waiting for rank 1 to start: not within 3 s\n"
+def test_a_rank_that_never_starts_is_named_once(tmp_path, corpus):
+    size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", MEETING: str(tmp_path / "meeting")}
+    runs = [start("train.py", *flags(corpus, tmp_path, pp=3, timeout=3),
+                  env={**size, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    endings = [ending(process) for process in runs]
+    assert [code for code, _ in endings] == [1, 1]
+    line, = [line for _, lines in endings for line in lines]
+    assert re.fullmatch(r"train.py: rank [01]: waiting for rank 2 to start: not within 3 s", line)
 
 
 @pytest.mark.parametrize("listens", [True, False])
