@@ -7,7 +7,7 @@ that).
     python sample.py --prompt "def " --out out --samples 3
 """
 
-from run.flags import Parser, fail
+from run.flags import Parser, drop, fail
 from run.launch import say  # (and Ctrl-C ends without a traceback)
 
 
@@ -43,6 +43,7 @@ def read_flags():
 if __name__ == "__main__":
     read_flags()  # a wrong flag ends the process here, without torch
 
+import sys
 import time
 
 import torch
@@ -164,8 +165,12 @@ def main():
     texts = generate(model, ids, args.max_tokens, args.samples, args.temperature, args.top_k,
                      args.seed)
     seconds = time.perf_counter() - start
-    for tokens in texts:
-        print(tokenizer.decode(tokens), end="\n---\n", flush=True)
+    try:
+        for tokens in texts:
+            print(tokenizer.decode(tokens), end="\n---\n", flush=True)
+    except OSError as error:  # a full disk, or a reader that has gone, such as head
+        drop(sys.stdout)
+        fail(error)
     say(f"{1e3 * seconds / args.max_tokens:.2f} ms per token")
 
 

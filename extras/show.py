@@ -320,8 +320,8 @@ def schedules_command(words):
     parser.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args(words)
     P, m = args.P, args.m
-    if min(P, m) < 1:
-        parser.error(f"{P} ranks and {m} microbatches must be at least 1")
+    if not 0 < P <= 500 or not 0 < m <= 20000 / P:
+        parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
     chosen = [args.schedule]
     if args.compare:
         chosen = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
@@ -353,8 +353,8 @@ def mesh_command(words):
     parser.add_argument("sizes", nargs=5, type=int, metavar="N", help="of dp pp ep cp tp")
     numbers = parser.parse_args(words).sizes
     D, P, E, C, T = numbers
-    if min(numbers) < 1 or D % E:
-        parser.error(f"sizes {words} must be at least 1, and ep must divide dp")
+    if min(numbers) < 1 or D % E or D * P * C * T > 1000:
+        parser.error(f"sizes {words}: at least 1 each, at most 1000 ranks, and ep must divide dp")
     mesh = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
     print(grid(mesh))
     named = zip(("dp", "pp", "ep", "cp", "tp"), numbers, strict=True)
@@ -403,7 +403,10 @@ def main():
     parser.add_argument("name", choices=COMMANDS, metavar="NAME", help=", ".join(COMMANDS))
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS")
     args = parser.parse_args()
-    COMMANDS[args.name](args.words)
+    try:
+        COMMANDS[args.name](args.words)
+    except OSError as error:  # a picture that cannot be written
+        parser.error(in_words(error))
 
 
 if __name__ == "__main__":

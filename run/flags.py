@@ -11,7 +11,6 @@ import argparse
 import math
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
 from run.weights import sizes_of
@@ -108,10 +107,21 @@ def in_words(error):
     return text.replace("\n", "\\n")
 
 
+def drop(stream):
+    """Let a stream that cannot be written to lead nowhere: what its buffer still holds, Python
+    would write once more at exit, and exit with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def say(line, stream=None):
     """Print a line, to a stream that may be closed or on a full disk."""
-    with suppress(OSError, ValueError):
-        print(line, file=stream or sys.stderr, flush=True)
+    stream = stream or sys.stderr
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        drop(stream)
+    except ValueError:  # closed, or not its encoding's characters
+        pass
 
 
 def fail(error):

@@ -11,6 +11,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.environ.pop("PYTHONUNBUFFERED", None)  # a command buffers its lines, as in most shells
     # SCHED_BATCH: a thread that wakes another keeps its core. Eight ranks on two cores then take a
     # third less time. Every process that the tests start inherits it
     if hasattr(os, "SCHED_BATCH"):

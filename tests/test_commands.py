@@ -28,6 +28,7 @@ from tests.harness import (
     ranks,
     records,
     refused,
+    start,
 )
 
 # ---- flags ----
@@ -191,6 +192,9 @@ def test_the_commands_of_the_readme(tmp_path):
     assert (tmp_path / "gpt2-folder").is_dir()
     out = tmp_path / "out"
     assert refused("sample.py", "--out", out, "--prompt", "").endswith("be empty\n")
+    with open("/dev/full", "w") as full:
+        process = start("sample.py", "--out", out, "--max-tokens", 1, stdout=full)
+    assert process.communicate(timeout=60) == (None, "sample.py: No space left on device\n")
 
 
 # ---- the log ----

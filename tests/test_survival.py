@@ -82,6 +82,16 @@ def test_ranks_end_with_their_launcher_even_one_that_is_stopped_and_nothing_stay
     assert shared_files() <= before and not [*odd.iterdir()]
 
 
+def test_a_rank_that_never_starts_is_named_once(tmp_path, corpus):
+    size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", MEETING: str(tmp_path / "meeting")}
+    runs = [start("train.py", *flags(corpus, tmp_path, pp=3, timeout=3),
+                  env={**size, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    endings = [ending(process) for process in runs]
+    assert [code for code, _ in endings] == [1, 1]
+    line, = [line for _, lines in endings for line in lines]
+    assert re.fullmatch(r"train.py: rank [01]: waiting for rank 2 to start: not within 3 s", line)
+
+
 @pytest.mark.parametrize("rank,meets_at,says", [
     (0, "file", "waiting for rank 1 to start: not within 2 s"),
     (0, "free port", "meeting at the store of all ranks: .* 1/2 clients joined."),
