@@ -173,7 +173,7 @@ class ZeRO3(ZeRO2):
     Flat's storage to 0, and a gather resizes the same storage back, so tensors that autograd has
     saved in forward see the gathered values in backward.
 
-    One thread of the background runs gathers and reductions in the order in which they were
+    The background runs gathers and reductions one after the other, in the order in which they were
     started. This order has to be the same on all replicas, so a parameter that gets a gradient on
     one replica needs to get one on all."""
 

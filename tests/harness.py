@@ -65,6 +65,14 @@ def random(*shape, seed=0):
     return torch.randn(shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
 
 
+def start_thread(background):
+    """Let a Background run its functions in a thread, as where a rank has several cores."""
+    torch.set_num_threads(2)
+    background.start(lambda: None)()
+    torch.set_num_threads(1)
+    assert background.thread
+
+
 def peak_bytes(function):
     """The most bytes that a call of a function has allocated at a time."""
     gc.collect()  # memory that is freed meanwhile would count as negative

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import threading
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 import collectives as c
 from mesh import Mesh
-from tests.harness import HANG, command, ranks
+from tests.harness import HANG, command, ranks, start_thread
 from tests.test_collectives import every_collective
 from transport import shared_memory
 from transport.background import Background
@@ -257,7 +256,25 @@ def test_a_process_of_another_user_is_a_stranger():
 
 # ---- work in the background ----
 
-background = partial(Background, torch.device("cpu"))
+def background():
+    """A Background of a rank that has several cores."""
+    runner = Background(torch.device("cpu"))
+    start_thread(runner)
+    return runner
+
+
+def test_without_a_core_for_it_a_function_runs_when_it_is_waited_for_and_others_before_it():
+    torch.set_num_threads(1)
+    runner, ran = Background(torch.device("cpu")), []
+    waits = [runner.start(ran.append, i) for i in range(5)]
+    assert not ran
+    waits[2]()
+    waits[1]()
+    assert ran == [0, 1, 2]
+    failing = runner.start(ran.remove, 9)
+    with pytest.raises(ValueError):
+        failing()
+    assert ran == [0, 1, 2, 3, 4]
 
 
 def test_functions_run_in_order_while_their_caller_goes_on():
