@@ -6,7 +6,8 @@ Split: the batch. Replicated: weights, gradients, optimizer states. Sent per ran
 No average is taken. The loss was divided by the number of tokens in the whole batch before
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
 are one message, and it travels while backward computes those of the layer before (if a step has
-several microbatches: while the last backward does). PyTorch Distributed, arXiv 2006.15704.
+several microbatches: while the last backward does; a rank that has one core: at the end, see
+transport/background.py). PyTorch Distributed, arXiv 2006.15704.
 
     time ->
     computes  forward | backward: head | block 3 | block 2 | block 1 | embedding |           | AdamW

@@ -69,13 +69,19 @@ def stretch(frequency, scaling):
     return frequency / factor * (1 - kept) + frequency * kept
 
 
-def rotate(x, angles):
-    """Turn the pairs of x (B, S, heads, hs) by angles (S, hs/2)."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    # Fused attention wants contiguous heads; for heads of 2 numbers torch.cat's are not
-    return turned.contiguous()
+def cos_and_sin(angles, dtype):
+    """angles (S, hs/2) -> for rotate(), (S, 1, hs) each: cosines; sines, with a minus for the first
+    number of each pair."""
+    cos, sin = angles.cos(), angles.sin()
+    both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return (each.to(dtype).unsqueeze(1) for each in both)
+
+
+def rotate(x, cos, sin):
+    """Turn the pairs of x (B, S, heads, hs): the first number becomes first * cos - second * sin,
+    the second second * cos + first * sin."""
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # the other number of the pair
+    return torch.addcmul(x * cos, partner, sin)
 
 
 class LlamaAttention(Attention):
@@ -102,7 +108,8 @@ class LlamaAttention(Attention):
         n_kv = heads.size(2) // (self.queries_per_key + 2)
         q, k, v = heads.split((self.queries_per_key * n_kv, n_kv, n_kv), dim=2)
         # A view of v would keep all of qkv in memory until backward; q and k are new tensors
-        q, k, v = rotate(self.ln_q(q), angles), rotate(self.ln_k(k), angles), v.contiguous()
+        cos, sin = cos_and_sin(angles, x.dtype)
+        q, k, v = rotate(self.ln_q(q), cos, sin), rotate(self.ln_k(k), cos, sin), v.contiguous()
         y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)
 

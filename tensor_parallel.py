@@ -179,9 +179,9 @@ class VocabularyEmbedding(nn.Module):
 
 def tokens_at_a_time(x, weight):
     """How many tokens VocabularyLoss takes at a time: as many as the model is wide, so that their
-    logits are as large as the gradient of the matrix; at least 256, because each pass of the loop
+    logits are as large as the gradient of the matrix; at least 512, because each pass of the loop
     costs launches and messages. On a GPU as many as have 1.3e8 logits, if those are more."""
-    tokens = max(x.size(-1), 256)
+    tokens = max(x.size(-1), 512)
     return tokens if x.device.type == "cpu" else max(tokens, (1 << 27) // weight.size(0))
 
 

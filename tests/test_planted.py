@@ -65,7 +65,7 @@ BUGS = [
     ("weight decay on biases", "optimizer.py",
      'return len(tag.shape) > 1 and tag.name.endswith("weight")', "return True", "--dp 1"),
     ("AdamW's step counts once per parameter", "optimizer.py",
-     "self.num_steps.clone()", "self.num_steps", "--dp 1"),
+     "[*self.num_steps.repeat(len(indices))]", "[self.num_steps] * len(indices)", "--dp 1"),
     ("each rank clips by its own part of the norm", "train.py",
      "loss, square, asked = all_reduce", "loss, _, asked = all_reduce", "--tp 2"),
     ("replicated parameters count T times in the norm", "shard.py",
