@@ -55,7 +55,8 @@ class Log:
         self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
         self.finite = True  # was the last save's state finite?
-        self.waited = 0.0  # seconds in which this rank waited for messages of the step
+        self.waits = False  # does this rank wait for messages now?
+        self.waited = 0.0  # seconds in which it did so in this step
         self.metrics = None
         if trainer.mesh.rank == 0:
             interval, steps = self.cfg.eval_interval, self.cfg.steps
@@ -123,12 +124,16 @@ class Log:
                        self.cfg.watch))
 
     def timed(self, wait):
-        """The function `wait`; the seconds that the main thread spends in it are counted."""
+        """The function `wait`; the seconds that the main thread spends in it are counted, once if
+        it waits for another."""
         def timed_wait(*args):
+            if self.waits or threading.current_thread() is not threading.main_thread():
+                return wait(*args)
+            self.waits = True
             begin = time.perf_counter()
             wait(*args)
-            if threading.current_thread() is threading.main_thread():
-                self.waited += time.perf_counter() - begin
+            self.waited += time.perf_counter() - begin
+            self.waits = False
 
         return timed_wait
 
