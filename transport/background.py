@@ -12,7 +12,7 @@ class Background:
 
         GPU                         on a stream of its own, whose messages overtake products that
                                     the GPU has yet to compute
-        CPU, a rank has cores       in a thread
+        CPU, OMP_NUM_THREADS > 1    in a thread
         CPU, a rank has one core    not before they are waited for: a thread would take the core
                                     from the caller, and a step would take 3% to 5% longer
 
