@@ -13,6 +13,7 @@ import gc
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,6 @@ import test_all
 import train
 from mesh import connection_options
 from optimizer import BETAS
-from run.log import peak_of_process
 from sizes import config_of, peak_flops
 from tests import counts
 from tests.counts import GPT2, VOCAB, config_from
@@ -104,7 +104,8 @@ def timed(step, cfg, num_steps):
         loss = step()
     wait()
     ms = 1e3 * (time.perf_counter() - start) / num_steps
-    peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
+    in_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if cuda else 1024 * in_kib
     return loss.item(), ms, peak / 1e6
 
 
