@@ -374,7 +374,7 @@ def race(row, rank, args):
     peer's), the same on each rank."""
     job = Job(row, rank, args)
     steps = []  # side 0 is ours, side 1 the peer's
-    losses = torch.zeros(2, 2)  # of each side's first two steps, in columns
+    losses = torch.zeros(2, 2)  # losses of the first two steps, a column for each side
     peaks = []
 
     def turn(side, num_steps):

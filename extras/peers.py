@@ -45,7 +45,7 @@ def load_picotron(folder, rank):
     os.environ.update(DEVICE="cpu", DTYPE="float32", FLASH_ATTEN="0", LOCAL_RANK=str(rank))
     for name in STAND_INS:
         sys.modules[name] = MagicMock()
-    torch.cuda.synchronize = lambda: None  # its pipeline calls it after each message
+    torch.cuda.synchronize = lambda: None  # picotron's pipeline calls this after each message
     sys.path.insert(0, str(folder))
     return load("picotron_train", folder / "train.py")
 

@@ -152,7 +152,7 @@ def demo_context_parallel(rank, N):
     """Which segments of a sequence meet in which hop of ring attention, and how even the work of N
     ranks is, with zigzag and without; then both forms of attention."""
     S = 8 * N
-    owner = [*range(N), *reversed(range(N))]  # of each segment
+    owner = [*range(N), *reversed(range(N))]  # the rank that owns each segment
     print(f"{S} tokens in {2 * N} segments; a digit is the hop in which queries (rows) meet keys")
     for query in range(2 * N):
         hops = [str((owner[query] - owner[key]) % N) if key <= query else "."

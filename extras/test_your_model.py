@@ -387,7 +387,7 @@ class Kind:
     # What the loop does with the module
     convert: Callable = nn.Module.double
     wrapped: Callable = nothing  # when the reducer was made; in one process at the same place
-    loss: Callable = loss_of  # of a microbatch
+    loss: Callable = loss_of  # gives the loss of a microbatch
     before_gradients: Callable = nothing  # after backward. True: leave the rest of the step out
     before_step: Callable = nothing  # after gradients(). True: leave the optimizer's step out
     after: Callable = nothing  # after a step

@@ -91,7 +91,7 @@ class YourModel:
         self.dropped = []  # names of parameters whose gradient was dropped in this step
         self.backwards = 0  # so far
         self.watched = self.latest = None  # autograd's numbers of backwards
-        self.version = 0  # of the parameter to whose gradient autograd adds now
+        self.version = 0  # version of the parameter to whose gradient autograd adds now
         # The layers are the elements of each Sequential, ModuleList and ModuleDict, but not those
         # inside of such an element
         self.in_layers = {}  # module -> the name of the layer that it is, or is in

@@ -158,7 +158,7 @@ def read_manifest(folder):
     manifest = read_json(path)
     for name, kind in NUMBERS.items():
         value = manifest.get(name)
-        if type(value) is not kind or not 0 <= value < math.inf:
+        if type(value) not in (int, kind) or not 0 <= value < math.inf:
             raise FileError(f"{path}: damaged: its {name} is {value!r:.40}")
     if type(manifest.get("data")) is not str:
         raise FileError(f"{path}: damaged: it names no folder of data")

@@ -359,3 +359,10 @@ def test_a_validation_that_the_resumed_run_repeats_is_written_once(tmp_path, val
     path.write_text('{"step": 3, "loss": 1}\n{"step": 4, "val_loss": 1}\n')
     open_metrics(path, 4, validates).close()
     assert [record["step"] for record in records(tmp_path)] == steps
+
+
+def test_a_manifest_whose_updates_are_a_whole_number_is_read(corpus, tmp_path):
+    """As the trainer of commit 336b686 wrote them."""
+    folder = checkpoint.save(small_trainer(corpus, tmp_path), 3)
+    edited(MANIFEST, updates=3)(folder)
+    assert checkpoint.read_manifest(folder)["updates"] == 3

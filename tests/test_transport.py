@@ -275,6 +275,10 @@ def test_without_a_core_for_it_a_function_runs_when_it_is_waited_for_and_others_
     with pytest.raises(ValueError):
         failing()
     assert ran == [0, 1, 2, 3, 4]
+    runner.start(ran.remove, 9)
+    with pytest.raises(ValueError):  # of the function before, and this one does not run
+        runner.start(ran.append, 5)()
+    assert ran == [0, 1, 2, 3, 4]
 
 
 def test_functions_run_in_order_while_their_caller_goes_on():

@@ -41,7 +41,10 @@ class Background:
 
         def wait():
             while not self.thread and not done.is_set():
-                run(*self.jobs.get())
+                job = self.jobs.get()
+                run(*job)
+                if job[-1]:  # its error: what comes later is out of step with other ranks
+                    raise job[-1][0]
             done.wait()
             if errors:
                 raise errors[0]
