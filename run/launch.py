@@ -23,6 +23,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import atexit
 import ctypes
+import gc
 import math
 import os
 import re
@@ -202,6 +203,7 @@ def joined(cfg, world):
 
     from collectives import naming
 
+    gc.freeze()  # Python need not look through what the imports have made, not even at its end
     rank, _, local_rank, local_ranks = place()
     store = None
     try:
