@@ -107,22 +107,28 @@ class MixtureOfExperts(nn.Module):
         # get equally many tokens, more if few get most of them (DeepSeek-V3, arXiv 2412.19437)
         self.balance = None
 
-    # Replaced in replace_methods (below), where experts are on several ranks
     def run_experts(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
         Dispatch: each expert gets the tokens that chose it. Combine: the outputs of a token's k
         experts are added up, each times its gate. Returns (B, S, C)."""
         tokens = x.flatten(0, 1)  # (B * S, C)
-        gates = gates.flatten(0, 1)  # (B * S, k)
-        chosen = chosen.flatten(0, 1)
-        # chosen = [[0, 2], [2, 1]]: expert 2 is choice 1 of token 0 and choice 0 of token 1, so
-        # assigned[2] = ([0, 1], [1, 0])
-        assigned = [(chosen == i).nonzero(as_tuple=True) for i in range(self.n_experts)]
-        outputs = self.experts([tokens[token] for token, _ in assigned])  # (n_i, C) each
+        k = self.top_k
+        # An assignment is a token and one of its k experts: assignment a belongs to token a // k.
+        # Sorted by expert: chosen [[0, 2], [2, 1]] gives the order 0 3 1 2, so the tokens 0 1 0 1
+        chosen = chosen.flatten()  # (B * S * k,)
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(self.n_experts, dtype=torch.long, device=x.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # rows for each expert
+        outputs = self.run_rows(tokens[order // k], counts)  # (B * S * k, C)
         y = torch.zeros_like(tokens)
-        for (token, choice), output in zip(assigned, outputs, strict=True):
-            y.index_add_(0, token, gates[token, choice].unsqueeze(1) * output)
+        y.index_add_(0, order // k, gates.flatten()[order].unsqueeze(1) * outputs)
         return y.view_as(x)
+
+    # Replaced in replace_methods (below), where experts are on several ranks
+    def run_rows(self, rows, counts):
+        """rows (B * S * k, C), sorted by expert; counts (n_experts,): how many rows each expert
+        has. Returns the experts' outputs, in the order of the rows."""
+        return torch.cat(self.experts(rows.split(counts.tolist())))
 
     # Replaced in replace_methods, where ranks share a sequence
     def sum_counts(self, counts):
@@ -220,41 +226,29 @@ def run_by_expert(experts, rows, counts):
     return outputs[order.argsort()]  # back to the order of the rows
 
 
-def dispatch_and_combine(x, gates, chosen, experts, group):
-    """MixtureOfExperts.run_experts where each of the group's E ranks has n experts; `experts`: this
-    rank's. x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts. Returns
-    (B, S, C)."""
-    tokens = x.flatten(0, 1)  # (B * S, C)
-    k = chosen.size(-1)
-    # An assignment is a token and one of its k experts: assignment a belongs to token a // k.
-    # Sorted by expert, and so by rank: rank 0 has the first n experts, rank 1 the next n.
-    chosen = chosen.flatten()  # (B * S * k,)
-    order = chosen.argsort(stable=True)
-    n = experts.c_fc.weight.size(0)
-    counts = torch.zeros(2, group.size * n, dtype=torch.long, device=x.device)
-    counts[0].scatter_add_(0, chosen, torch.ones_like(chosen))
-    counts = counts.view(2, group.size, n)
-    all_to_all(list(counts[1]), list(counts[0]), group)
+def run_on_ranks(rows, counts, experts, group):
+    """MixtureOfExperts.run_rows where each of the group's E ranks has n experts: rank 0 the first
+    n, rank 1 the next n. experts: this rank's. rows (B * S * k, C), sorted by expert and so by
+    rank; counts (E * n,). Returns the outputs, in the order of the rows."""
+    counts = counts.view(group.size, -1)  # (E, n)
+    incoming = torch.empty_like(counts)
+    all_to_all(list(incoming), list(counts), group)
     # (E, n) each. to_send[r, i]: how many rows go to expert i of rank r; to_run[r, i]: how many
     # rows come from rank r for expert i of this rank
-    to_send, to_run = torch.tensor(group.read(counts))  # the layer's one wait for the device
+    both = torch.stack([counts, incoming])
+    to_send, to_run = torch.tensor(group.read(both))  # the layer's one wait for the device
     sent = to_send.sum(1).tolist()
     received = to_run.sum(1).tolist()
-
-    rows = send_rows(tokens[order // k], sent, received, group)  # dispatch
+    rows = send_rows(rows, sent, received, group)
     outputs = run_by_expert(experts, rows, to_run)
-    outputs = send_rows(outputs, received, sent, group)  # back to the tokens' rank
-    # combine: add up the outputs of a token's k experts, each times its gate
-    y = torch.zeros_like(tokens)
-    y.index_add_(0, order // k, gates.flatten()[order].unsqueeze(1) * outputs)
-    return y.view_as(x)
+    return send_rows(outputs, received, sent, group)  # back to the tokens' rank
 
 
 def replace_methods(layer, group, share_sequences):
     """Replace the two methods of a MixtureOfExperts that need messages. share_sequences: groups
     whose ranks have different tokens of the same sequences."""
-    def run_experts(x, gates, chosen):
-        return dispatch_and_combine(x, gates, chosen, layer.experts, group)
+    def run_rows(rows, counts):
+        return run_on_ranks(rows, counts, layer.experts, group)
 
     def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
         for ranks in share_sequences:
@@ -262,7 +256,7 @@ def replace_methods(layer, group, share_sequences):
         return counts
 
     if group.size > 1:
-        layer.run_experts = run_experts
+        layer.run_rows = run_rows
     layer.sum_counts = sum_counts
 
 
