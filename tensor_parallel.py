@@ -195,45 +195,55 @@ def add_product(total, grad, x):
         total.addmm_(grad.to(total.dtype).t(), x.to(total.dtype))
 
 
+def loss_of_logits(logits, targets, words, group):
+    """Cross-entropy of some tokens, whose logits are spread over the ranks by words.
+
+    In: logits (n, V/T), of this rank's words [start, stop); targets (n,), any words.
+    Out: two sums over the tokens: this rank's term of the targets' logits; log(sum(exp(logits)))
+    over all words, the same on all ranks. And the gradient of the loss, (n, V/T): softmax(logits),
+    less 1 at the target. Sent: T-1 numbers per token."""
+    local, outside = (each.unsqueeze(-1) for each in to_local(targets, *words))  # (n, 1) each
+    absent = (targets == ABSENT).unsqueeze(-1)
+    target_logits = logits.gather(-1, local).masked_fill(outside, 0).sum()
+    log_probs = logits.log_softmax(-1)  # among this rank's words: each logit less log_sum
+    log_sum = logits[:, :1] - log_probs[:, :1]  # (n, 1)
+    probs = log_probs.exp_()
+    if group.size > 1:
+        rank_log_sums = log_sum.new_empty(group.size, len(logits))  # (T, n)
+        rank_log_sums[group.rank] = log_sum.squeeze(-1)
+        full_log_sum = all_gather(rank_log_sums, group).logsumexp(0).unsqueeze(-1)
+        probs *= (log_sum - full_log_sum).exp()  # among all words
+        log_sum = full_log_sum
+    # -1 at the target, if this rank has that word
+    grad = probs.scatter_add_(-1, local, outside.to(logits.dtype) - 1).masked_fill_(absent, 0)
+    return target_logits, log_sum.masked_fill(absent, 0).sum(), grad
+
+
 class VocabularyLoss(torch.autograd.Function):
     """cross_entropy of the logits x W^T, for some tokens at a time: their logits, then at once
     their loss and its gradient. So the logits of all tokens, often the largest tensor of a step,
     never exist at once (1.3 times as fast, and half of the memory, at 50,257 words).
 
     In: x (tokens, C); weight (V/T, C), this rank's words [start, stop); targets (tokens,). Out: the
-    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. They share two
-    things: each rank's log(sum(exp(logits))) over its own words, one number per token, and the sum
-    of the targets' logits. Forward computes the gradients, (softmax(logits), less 1 at the target)
-    times W or x; backward multiplies them by the gradient of the loss."""
+    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. Forward
+    computes the gradients, that of the logits times W or x; backward multiplies them by the
+    gradient of the loss. The gradient of x is this rank's term of a sum."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, words, group):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
-        grad_x = []  # gradients of some tokens each: each tensor rank has a term of the sum
+        grad_x = []  # of some tokens each
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        loss = x.new_zeros((), dtype=wide)
+        log_sums = x.new_zeros((), dtype=wide)
         target_logits = x.new_zeros(1, dtype=wide)  # this rank's term of the sum
         n = tokens_at_a_time(x, weight)
         for some, wanted in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
             logits = (some @ weight.t()).to(wide)  # (n, V/T)
-            local, outside = (each.unsqueeze(-1) for each in to_local(wanted, *words))
-            absent = (wanted == ABSENT).unsqueeze(-1)
-            target_logits += logits.gather(-1, local).masked_fill(outside, 0).sum()
-            log_probs = logits.log_softmax(-1)  # among this rank's words: each logit less log_sum
-            log_sum = logits[:, :1] - log_probs[:, :1]  # (n, 1)
-            probs = log_probs.exp_()
-            if group.size > 1:
-                rank_log_sums = log_sum.new_empty(group.size, len(some))  # (T, n)
-                rank_log_sums[group.rank] = log_sum.squeeze(-1)
-                full_log_sum = all_gather(rank_log_sums, group).logsumexp(0).unsqueeze(-1)
-                probs *= (log_sum - full_log_sum).exp()  # among all words
-                log_sum = full_log_sum
-            loss += log_sum.masked_fill(absent, 0).sum()
-            if needs_x or needs_weight:
-                # -1 at the target, if this rank has that word
-                grad = probs.scatter_add_(-1, local, outside.to(wide) - 1)
-                grad = grad.masked_fill_(absent, 0).to(x.dtype)
+            own, log_sum, grad = loss_of_logits(logits, wanted, words, group)
+            target_logits += own
+            log_sums += log_sum
+            grad = grad.to(x.dtype)
             if needs_x:
                 grad_x.append(grad @ weight)
             if needs_weight:
@@ -241,7 +251,7 @@ class VocabularyLoss(torch.autograd.Function):
         grad_x = torch.cat(grad_x) if needs_x else None
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.dtype = weight.dtype
-        return loss - all_reduce(target_logits, group)[0]
+        return log_sums - all_reduce(target_logits, group)[0]
 
     @staticmethod
     def backward(ctx, grad):
