@@ -32,8 +32,8 @@ class CommunicationError(RuntimeError):
 
 @contextmanager
 def naming(what):
-    """Re-raise a RuntimeError, of the library or of a collective, as a CommunicationError that
-    names `what`."""
+    """Re-raise a RuntimeError, of torch or of a collective, as a CommunicationError that names
+    `what`."""
     try:
         yield
     except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
@@ -154,7 +154,7 @@ class WithBackward(torch.autograd.Function):
 #    hop 0    sends 3: a       sends 0: b       sends 1: c       sends 2: d
 #    hop 1    sends 2: d+a     sends 3: a+b     sends 0: b+c     sends 1: c+d
 #    hop 2    sends 1: c+d+a   sends 2: d+a+b   sends 3: a+b+c   sends 0: b+c+d
-#    at last  0 is complete    1 is complete    2 is complete    3 is complete
+#    after    0 is complete    1 is complete    2 is complete    3 is complete
 
 
 def flat_view(tensor):
@@ -180,7 +180,7 @@ def maximum(into, received):
 # Torch's own collectives (--collectives native). torch 2.13 renamed two of them
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# combine -> the operation's name in torch, which has no other operations
+# combine -> the same operation of torch; any other combine needs --collectives ring
 OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}
 
 
@@ -191,7 +191,7 @@ def run_native(collective, group, *args):
 
 
 def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
-    """In: every rank a full tensor. Out: chunk r of rank r is the sum over all ranks; the other
+    """In: every rank a full tensor. Out: on rank r, chunk r is the sum over all ranks; the other
     chunks are undefined (the ring leaves partial sums there). combine(into, received): how to merge
     a received chunk into the rank's own, element by element and in place; by default it is added.
 
@@ -211,7 +211,7 @@ def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
 
 
 def all_gather(tensor, group):
-    """In: chunk r of rank r is valid. Out: every rank has all chunks. Its backward is
+    """In: on rank r, chunk r is valid. Out: every rank has all chunks. Its backward is
     reduce_scatter: every rank used chunk r, so its gradient is the sum of the ranks' gradients."""
     N, r = group.size, group.rank
     if group.native and tensor.numel() % N == 0:
@@ -228,8 +228,8 @@ def all_gather(tensor, group):
 
 
 def all_reduce_of_two(tensor, group, combine):
-    """All-reduce of two ranks in one hop, not two: each sends all that it has, and adds. The bytes
-    are the ring's, and so are the bits, because a + b = b + a."""
+    """All-reduce of two ranks in one hop, not two: each sends all that it has, and adds what it
+    receives. The bytes are the ring's, and so are the bits, because a + b = b + a."""
     own = flat_view(tensor)
     group.exchange(own, group.next, own, group.prev, combine).wait()
     return tensor
@@ -268,7 +268,7 @@ def all_to_all(outputs, inputs, group):
 
 
 def scatter(tensor, group, root=0):
-    """In: `root` a full tensor. Out: chunk r of rank r is root's; other chunks are unchanged."""
+    """In: `root` a full tensor. Out: on rank r, chunk r is root's; other chunks are unchanged."""
     chunks = flat_view(tensor).tensor_split(group.size)
     if group.rank == root:
         wait_all([group.send(chunk, r) for r, chunk in enumerate(chunks) if r != root])
@@ -278,7 +278,7 @@ def scatter(tensor, group, root=0):
 
 
 def gather(tensor, group, root=0):
-    """In: chunk r of rank r is valid. Out: `root` has all chunks; other ranks' are unchanged."""
+    """In: on rank r, chunk r is valid. Out: `root` has all chunks; other ranks' are unchanged."""
     chunks = flat_view(tensor).tensor_split(group.size)
     if group.rank == root:
         wait_all([group.recv(chunk, r) for r, chunk in enumerate(chunks) if r != root])
@@ -294,6 +294,5 @@ def broadcast(tensor, group, root=0):
 
 
 def reduce(tensor, group, root=0, combine=torch.Tensor.add_):
-    """In: every rank a full tensor. Out: `root` has the sum; the others' chunks hold partial sums.
-    """
+    """In: every rank a full tensor. Out: `root` has the sum; other ranks' tensors are undefined."""
     return gather(reduce_scatter(tensor, group, combine), group, root)

@@ -9,8 +9,8 @@ attention sends. Elements that each of N ranks sends per block and microbatch:
     all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
                 backward; N must divide the number of heads. Ulysses,             arXiv 2309.14509
 
-Held for backward: 1/N of what a block saves without it; the ring: q, k, v, the output and a number
-per query and head. No rank has a matrix of scores.
+Held for backward: 1/N of what one process saves; of attention the ring saves q, k, v, the output,
+and a number per query and head (lse). No rank has a matrix of scores.
 
     torchrun train.py --cp 2        python -m extras.show context_parallel: on 4 ranks
 """
@@ -31,9 +31,9 @@ def zigzag(S, size, rank):
     segments 0 and 3 to rank 0, segments 1 and 2 to rank 1.
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
-    and a late segment has as much to compute as any other: of four ranks, a query of each meets 2
-    quarters of the keys on average. If rank r had the r-th quarter of the sequence instead, a query
-    of the last rank would meet 3.5 quarters."""
+    and a late segment has as much to compute as any other: a query meets half of the keys on
+    average, on every rank. If rank r of four had the r-th quarter of the sequence instead, a query
+    of the last rank would meet 7/8 of them, one of the first rank 1/8."""
     segments = torch.arange(S).tensor_split(2 * size)
     return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 
@@ -41,7 +41,7 @@ def zigzag(S, size, rank):
 # ---- ring: queries stay, keys and values go around ----
 # Softmax needs the sum over all keys, but a rank sees S/N keys at a time. Attention over some keys
 # is  out = sum(exp(score) v) / sum(exp(score)),  and its logsumexp is  lse = log(sum(exp(score))).
-# From (out, lse) of two sets of keys follows that of both: the outputs are averaged with weights
+# (out, lse) of two sets of keys give (out, lse) of both: the outputs are averaged with weights
 # exp(lse). So a hop needs one call of torch's fused attention, which returns both, and a merge.
 
 
@@ -50,10 +50,10 @@ CUDNN, FLASH, EFFICIENT = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTIO
 
 
 def choose_kernel(q, k, v):
-    """The kernel that computes the hops of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). It must
-    take half of them, too: a hop has half of the queries or half of the keys (visible), and cuDNN
-    takes no length of 1. On a GPU the kernel that torch's own attention would choose: cuDNN's on
-    Hopper and Blackwell, FlashAttention on other cards since the A100, both in 16 bits; else
+    """The kernel that computes the hops of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). Chosen
+    by half of the tokens, because a hop may have half of the queries or of the keys (visible), and
+    cuDNN takes no length of 1. On a GPU: the kernel that torch's own attention chooses, cuDNN's
+    on Hopper and Blackwell, FlashAttention on other cards since the A100, both in 16 bits; else
     EFFICIENT. None on a CPU, which has only one kernel."""
     if not q.is_cuda:
         return None
@@ -200,7 +200,7 @@ class RingAttentionFunction(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float)
         # The sum that this rank starts in hop 1, (2, B, n_kv, S/N, hs)
         grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
-        passing = None  # the message in which the sum of an earlier rank comes
+        passing = None  # the sum from the previous rank, on its way
         for hop, kv, queries, keys, causal in ring_hops(k, v, group):
             dq, dk, dv = kernel_backward(
                 ctx.chosen, grad[:, :, queries], q[:, :, queries], *kv, out[:, :, queries],

@@ -1,13 +1,14 @@
 """Data parallelism: D replicas of the model, each with 1/D of the batch; gradients are summed.
 
 Split: the batch. Replicated: weights, gradients, optimizer states. Sent per rank and step:
-2 (D-1)/D Psi elements for Psi parameters, whatever the number of microbatches.
+2 (D-1)/D Psi elements for Psi parameters, whatever the number of microbatches. (With --cp the ranks
+that share a sequence sum their gradients, too: then D counts all these ranks.)
 
 No average is taken. The loss was divided by the number of tokens in the whole batch before
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
-are one message, and it travels while backward computes those of the layer before (if a step has
-several microbatches: while the last backward does; a rank that has one core: at the end, see
-transport/background.py). PyTorch Distributed, arXiv 2006.15704.
+are one message, and it travels while backward computes those of the layer before. With several
+microbatches it travels during the last backward only. A rank that has one core sends at the end
+(transport/background.py). PyTorch Distributed, arXiv 2006.15704.
 
     time ->
     computes  forward | backward: head | block 3 | block 2 | block 1 | embedding |           | AdamW
@@ -137,7 +138,7 @@ class DDP:
     """
 
     sharded = False
-    every_microbatch = False  # True: reduce each microbatch's gradients. False: their sum, at last
+    every_microbatch = False  # True: reduce each microbatch's gradients. False: once, their sum
 
     def __init__(self, stages, value, dtype, device, background):
         self.background = background
@@ -186,8 +187,8 @@ class DDP:
         """Called by autograd when param.grad is complete, once in each backward. (For a tied
         weight: after both of its users have added to param.grad.)"""
         flat = self.home[param]
-        # ZeRO-2, a backward that is cut in two: its first half comes without expect(), and these
-        # gradients wait in param.grad for complete()
+        # ZeRO-2 with a backward cut in two: the first half runs before expect(). Its gradients
+        # stay in param.grad, and complete() collects them
         if flat in self.queue or not self.every_microbatch:
             self.collect(param, flat)
         flat.missing -= 1

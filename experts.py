@@ -1,5 +1,5 @@
 """Mixture of experts: a GPT whose blocks have a router and experts instead of an MLP. And expert
-parallelism, the last third of this file: E data-parallel ranks share the experts of each block.
+parallelism, the last third of this file: E data-parallel ranks each have some of the experts.
 
 The router scores all experts for each token; the token runs through the k with the highest scores,
 and their outputs are summed, weighted by k gates (the softmax of those scores). An expert is 1/k as
@@ -8,10 +8,11 @@ Dropless: an expert runs all tokens that choose it. Shazeer et al., arXiv 1701.0
 Transformer, arXiv 2101.03961.
 
 Expert parallelism, GShard, arXiv 2006.16668. Split: rank e of E has n = n_experts / E experts, from
-expert e n on; their gradients are summed over the D/E ranks with the same experts. Replicated: the
-router. Dispatch: an all-to-all sends each token to the ranks of its experts. Combine: another one
-brings the outputs back. Sent per rank, layer and microbatch if all experts get equally many tokens:
-k B S C (E-1)/E elements for k experts per token, as many back, and in backward the same two again.
+expert e n on; their gradients are summed over the D/E ranks with the same experts. (With --sp, E is
+the number of ranks along ep and tp together.) Replicated: the router. Dispatch: an all-to-all sends
+each token to the ranks of its experts. Combine: another one brings the outputs back. Sent per rank,
+layer and microbatch if all experts get equally many tokens: k B S C (E-1)/E elements for k experts
+per token, as many back, and in backward the same two again.
 
     torchrun train.py --experts 8 --ep 4        python -m extras.show expert_parallel: on 4 ranks
 """
@@ -113,7 +114,7 @@ class MixtureOfExperts(nn.Module):
         experts are added up, each times its gate. Returns (B, S, C)."""
         tokens = x.flatten(0, 1)  # (B * S, C)
         k = self.top_k
-        # An assignment is a token and one of its k experts: assignment a belongs to token a // k.
+        # A row is a token and one of its k experts: row a, before it is sorted, is of token a // k.
         # Sorted by expert: chosen [[0, 2], [2, 1]] gives the order 0 3 1 2, so the tokens 0 1 0 1
         chosen = chosen.flatten()  # (B * S * k,)
         order = chosen.argsort(stable=True)
@@ -130,21 +131,21 @@ class MixtureOfExperts(nn.Module):
         has. Returns the experts' outputs, in the order of the rows."""
         return torch.cat(self.experts(rows.split(counts.tolist())))
 
-    # Replaced in replace_methods, where ranks share a sequence
-    def sum_counts(self, counts):
-        """counts (B, n_experts): how many of this process's tokens of each sequence chose each
-        expert. Returns the counts of all tokens of the sequences: here this process has all."""
-        return counts
+    # Replaced in replace_methods, where ranks have different tokens of a sequence
+    def sum_choices(self, choices):
+        """choices (B, n_experts): how many of this process's tokens of each sequence chose each
+        expert. Returns those of all tokens of the sequences: here this process has all."""
+        return choices
 
     def forward(self, x):  # (B, S, C)
         logits = self.router(x)  # (B, S, n_experts)
         scores, chosen = logits.topk(self.top_k)  # (B, S, k) each
-        # counts (B, n_experts): how many tokens of each sequence chose each expert
+        # choices (B, n_experts): how many tokens of each sequence chose each expert
         ones = torch.ones_like(scores).flatten(1)
-        counts = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
+        choices = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
         # The balance loss multiplies each expert's share of the choices by its router probability.
         # Per sequence: a product of means over the batch would depend on how the batch is cut
-        total = self.sum_counts(counts.clone())  # a clone, because a replacement sums in place
+        total = self.sum_choices(choices)
         share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
         return self.run_experts(x, scores.softmax(-1).to(x.dtype), chosen)  # (B, S, C)
@@ -221,7 +222,8 @@ def run_by_expert(experts, rows, counts):
     E, n = counts.shape
     # E = 2, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
     expert = torch.arange(n).repeat(E).repeat_interleave(counts.flatten())
-    order = expert.argsort(stable=True).to(rows.device)  # 0 2 3 1: sorted by expert, then by rank
+    order = expert.argsort(stable=True)  # 0 2 3 1: sorted by expert, then by rank
+    order = order.to(rows.device, non_blocking=True)
     outputs = torch.cat(experts(rows[order].split(counts.sum(0).tolist())))
     return outputs[order.argsort()]  # back to the order of the rows
 
@@ -244,25 +246,25 @@ def run_on_ranks(rows, counts, experts, group):
     return send_rows(outputs, received, sent, group)  # back to the tokens' rank
 
 
-def replace_methods(layer, group, share_sequences):
-    """Replace the two methods of a MixtureOfExperts that need messages. share_sequences: groups
+def replace_methods(mixture, group, sequence_groups):
+    """Replace the two methods of a MixtureOfExperts that need messages. sequence_groups: groups
     whose ranks have different tokens of the same sequences."""
     def run_rows(rows, counts):
-        return run_on_ranks(rows, counts, layer.experts, group)
+        return run_on_ranks(rows, counts, mixture.experts, group)
 
-    def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
-        for ranks in share_sequences:
-            all_reduce(counts, ranks)
-        return counts
+    def sum_choices(choices):  # (B, n_experts): of this rank's tokens of B sequences -> of all
+        for ranks in sequence_groups:
+            all_reduce(choices, ranks)  # in place: nobody else reads them
+        return choices
 
     if group.size > 1:
-        layer.run_rows = run_rows
-    layer.sum_counts = sum_counts
+        mixture.run_rows = run_rows
+    mixture.sum_choices = sum_choices
 
 
 def spread_experts(model, mesh, sp=False):
-    """Give each rank its experts: those of a block are shared by the E ranks of the axis ep and,
-    under sp, where tensor ranks have different tokens, by the T ranks of the axis tp as well.
+    """Divide a block's experts among the ranks of the axis ep and, under sp, where tensor ranks
+    have different tokens, of the axis tp as well.
 
     In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by split_matrices, which
     leaves experts whole.
@@ -278,12 +280,12 @@ def spread_experts(model, mesh, sp=False):
     tp = mesh.group("tp")
     group = mesh.group("ep", "tp") if sp else mesh.group("ep")
     same_experts = mesh.group("shard", "cp")
-    share_sequences = [mesh.group("cp"), tp] if sp else [mesh.group("cp")]
+    sequence_groups = [mesh.group("cp"), tp] if sp else [mesh.group("cp")]
     for block in model.layers[1:-1]:
-        layer = block.mlp
-        n = layer.n_experts // group.size
+        mixture = block.mlp
+        n = mixture.n_experts // group.size
         own = (group.rank * n, (group.rank + 1) * n)
-        for stack in (layer.experts.c_fc, layer.experts.c_proj):
+        for stack in (mixture.experts.c_fc, mixture.experts.c_proj):
             for name, full in list(stack.named_parameters()):
                 _, *sums = full.tag.sum_over
                 shared_by = full.tag.shared_by
@@ -293,4 +295,4 @@ def spread_experts(model, mesh, sp=False):
                 tag = replace(full.tag, ranges=(own,), shared_by=shared_by,
                               sum_over=(same_experts, *sums))
                 setattr(stack, name, take_slice(full, tag))
-        replace_methods(layer, group, share_sequences)
+        replace_methods(mixture, group, sequence_groups)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from model import GPT, Attention, Block, Embedding, Head, embedding, positions_of
 
-# The classes below inherit methods only from those of model.py: each __init__ makes all modules
+# The classes below inherit only methods from those of model.py: each __init__ makes all modules
 # itself, so it calls nn.Module.__init__ and skips its parent's
 
 
@@ -55,11 +55,11 @@ def frequencies(config, dtype, device):
 
 
 def stretch(frequency, scaling):
-    """Lower frequencies, for sequences longer than those of a first training. scaling "factor":
+    """Lower the frequencies, for sequences longer than those of a first training. scaling "factor":
     divide all (arXiv 2306.15595). "factor,low,high,original": Llama 3.1's change. That model was
     first trained on sequences of `original` tokens, then on longer ones. Slow pairs, which turn
     less than `low` times in `original` tokens, are slowed down by `factor`; fast ones, which turn
-    more than `high` times, stay; between them a straight line."""
+    more than `high` times, stay; in between, interpolate linearly."""
     factor, *more = (float(number) for number in scaling.split(","))
     if not more:
         return frequency / factor
@@ -70,8 +70,8 @@ def stretch(frequency, scaling):
 
 
 def cos_and_sin(angles, dtype):
-    """angles (S, hs/2) -> for rotate(), (S, 1, hs) each: cosines; sines, with a minus for the first
-    number of each pair."""
+    """For rotate(), from angles (S, hs/2): cosines, and sines whose first half is negative,
+    (S, 1, hs) each."""
     cos, sin = angles.cos(), angles.sin()
     both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     return (each.to(dtype).unsqueeze(1) for each in both)
@@ -89,7 +89,7 @@ class LlamaAttention(Attention):
         nn.Module.__init__(self)
         self.config = config
         self.head_dim = config.hs
-        self.queries_per_key = config.n_head // config.n_kv_head  # heads
+        self.queries_per_key = config.n_head // config.n_kv_head  # query heads per key head
         self.parts = (config.query_width, config.kv_width, config.kv_width)  # rows for q, k, v
         self.c_attn = nn.Linear(config.n_embd, sum(self.parts), bias=config.qkv_bias)
         self.c_proj = nn.Linear(config.query_width, config.n_embd, bias=False)
@@ -107,7 +107,8 @@ class LlamaAttention(Attention):
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, S, heads, hs)
         n_kv = heads.size(2) // (self.queries_per_key + 2)
         q, k, v = heads.split((self.queries_per_key * n_kv, n_kv, n_kv), dim=2)
-        # A view of v would keep all of qkv in memory until backward; q and k are new tensors
+        # v is a view, which would keep all of qkv in memory until backward; q and k are new tensors
+        # (in Qwen3 their norms keep qkv all the same)
         cos, sin = cos_and_sin(angles, x.dtype)
         q, k, v = rotate(self.ln_q(q), cos, sin), rotate(self.ln_k(k), cos, sin), v.contiguous()
         y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)

@@ -1,20 +1,21 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, without --ep like arange(N).view(D, P, T).
-Launchers number ranks machine by machine: neighbours in number share the fast links of a machine,
-ranks far apart talk over the network. So the axis that talks most comes last (innermost):
+N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T): neighbours
+in number differ in the last axis. Launchers number ranks machine by machine, so these neighbours
+share the fast links of a machine; ranks far apart talk over the network. So the axis that talks
+most comes last (innermost):
 
     axis   splits                   messages
     rep    the batch                once per step, if ZeRO shards over fewer ranks (--shard)
     shard  the batch                once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
     pp     the layers               twice per microbatch and boundary of stages: forward, backward
     ep     the batch, the experts   four all-to-alls of tokens per layer and microbatch
-    cp     the tokens of a sequence in each hop of each attention layer, forward and backward
+    cp     the tokens of a sequence in each attention layer, forward and backward (ring: each hop)
     tp     matrices                 four all-reduces per layer and microbatch; embedding and head
 
-The D data ranks (--dp) are the axes rep, shard and ep together: mesh.group("dp") is all of them.
+The D data ranks (--dp) lie along the axes rep, shard and ep: mesh.group("dp") is all of them.
 Without --shard and --ep the axis shard has all D. --shard R: ZeRO shards over R data ranks, so rep
-has D/R; --ep E: E data ranks share the experts, so shard has R/E.
+has D/R; --ep E: E data ranks divide the experts, so shard has R/E.
 
 A group along some axes: the ranks that differ in these axes only (drawn below).
 

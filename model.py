@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def embedding(n, width):
-    """nn.Embedding without random values: build() fills it, in train.py ddp.Flat. (On train.py's
-    meta device, where tensors have no memory, nn.Embedding's draw would import torch.compile, which
-    takes seconds.)"""
+    """nn.Embedding without random values: build() fills it; in train.py, ddp.Flat does. (On the
+    meta device of train.py, where tensors have no memory, nn.Embedding's draw would import
+    torch.compile, which takes seconds.)"""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
@@ -96,10 +96,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    # Activation checkpointing: backward runs the block once more instead of keeping what it has
-    # computed. Held for backward: the block's input, B S C elements, instead of some 16 times as
-    # much. Paid: a third more FLOPs per step, and the forward's messages once more. Chen et al.,
-    # arXiv 1604.06174
+    # Activation checkpointing: backward computes the block once more from its input, so only the
+    # input is kept, B S C elements, not some 16 times as many. That costs a third more FLOPs per
+    # step, and the forward's messages are sent twice. Chen et al., arXiv 1604.06174
     recompute = False  # set by train.py (--recompute)
 
     def __init__(self, config):
@@ -119,8 +118,8 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# The target of a padding token, which adds nothing to the loss or to a gradient: torch's default
-# ignore_index
+# A target that adds nothing to the loss or to a gradient, where the last batch of a validation
+# lacks a window (data/batches.py). torch's default ignore_index
 ABSENT = -100
 
 

@@ -6,10 +6,10 @@ For the gradient g, the learning rate lr and the decay d of a weight w, step t i
     v = beta2 v + (1 - beta2) g^2                     mean of their squares
     w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + 1e-8) + d w)
 
-in one kernel of torch for all weights. Held for each weight that this rank steps: m, v and, if
-weights have 16 bits, a master copy of 32 bits. Sent: one number per step, this rank's part of the
-squared norm, in one message with the loss (train.py). Nothing here waits for a GPU: norm, clipping
-and the decision to skip a step stay on the device.
+computed by torch's fused kernel, for many weights at once. Held for each weight that this rank
+steps: m, v and, if weights have 16 bits, a master copy of 32 bits. Sent: one number per step, this
+rank's part of the squared norm, in one message with the loss (train.py). Nothing here waits for a
+GPU: norm, clipping and the decision to skip a step stay on the device.
 """
 
 import math
@@ -48,13 +48,13 @@ def segments_of(tensor):
 
 def sums_of_squares(segments, dtype):
     """(len(segments),): the sum of squares of each segment, float64. Added up one after the other
-    in float32, 4e7 squares come out 0.2% too small; the squares of a segment, 3e-7."""
+    in float32, 4e7 squares come out 0.2% too small; the 65,536 of a segment, 3e-7."""
     return torch.stack(torch._foreach_norm(segments, dtype=dtype)).double().square()
 
 
 def widened(tensors, dtype):
     """Tensors of one dtype in another: copies, or the tensors themselves if they have it. (A GPU
-    runs a kernel for many tensors, as in all functions called _foreach.)"""
+    runs one kernel for many tensors, as in all functions called _foreach.)"""
     if tensors[0].dtype == dtype:
         return tensors
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
@@ -73,7 +73,7 @@ class LossScale:
 
     def update(self, finite):
         if self.changes:
-            self.good_steps.copy_((self.good_steps + 1) * finite)  # 0: halved below
+            self.good_steps.copy_((self.good_steps + 1) * finite)
             grow = torch.where(self.good_steps % 1000 == 0, 2.0, 1.0)
             self.value.mul_(torch.where(finite, grow, 0.5)).clamp_(min=1.0)
 
@@ -113,9 +113,9 @@ class AdamW:
         return square / self.scale.value.double().square()
 
     def step(self, grads, norm, lr):
-        """One step at the learning rate lr, with the gradients clipped to cfg.grad_clip: in place,
-        or in copies of 32 bits if they have 16. norm: their global norm, a tensor, the same on
-        every rank. If it is not finite nothing changes but the loss scale."""
+        """Clip the gradients to cfg.grad_clip (in place; those of 16 bits in copies of 32 bits),
+        then take a step at the learning rate lr. norm: their global norm, a tensor, the same on
+        every rank. If the norm is not finite, nothing changes but the loss scale."""
         finite = norm.isfinite()
         factor = clip_coefficient(norm, self.cfg.grad_clip) / self.scale.value
         for has_decay in (True, False):

@@ -42,8 +42,8 @@ class Pipeline:
 
     group: the ranks of the pipeline. From cfg: the schedule, the number of microbatches, and the
     tokens of a whole batch (of all replicas), by which the loss is divided. shape, dtype: those of
-    an activation, (B, S, C). deferred: the list in which tensor_parallel.py leaves the weight
-    gradients of a backward that is cut in two. scale: the factor of the loss, a tensor
+    an activation, (B, S, C). deferred: the list to which a backward that is cut in two appends its
+    deferred products (tensor_parallel.DeferredProduct). scale: the factor of the loss, a tensor
     (optimizer.LossScale).
 
     Zero bubble cuts B into I and W: I computes the gradient of the stage's input now, because the
@@ -69,7 +69,7 @@ class Pipeline:
         # (what, stage, microbatch) -> a tensor that has come and is not needed yet
         self.arrived = {}
         self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
-        self.weight_work = {}  # (stage, microbatch) -> deferred weight gradients, from I to W
+        self.weight_work = {}  # (stage, microbatch) -> deferred products, from I to W
         self.sends = []  # Works
 
     def run(self, microbatches, reducer=None):
@@ -95,7 +95,7 @@ class Pipeline:
             elif kind == "B" and self.deferred is None:
                 reducer.expect(stage, is_final)
                 self.backward(stage, k)
-            else:  # I, or W; or both in one: a B among them, in a schedule of a fork
+            else:  # a schedule that splits backwards: I, W or, in a fork, a whole B
                 if kind in ("I", "B"):
                     self.backward(stage, k)
                     self.weight_work[stage, k] = [*self.deferred]
@@ -110,7 +110,7 @@ class Pipeline:
         return loss
 
     def forward(self, stage, k, ids, targets):
-        """F. Returns the loss per token, 0 without the last stage."""
+        """F. Returns this microbatch's part of the loss per token, 0 without the last stage."""
         x = ids  # (B, S)
         if stage > 0:
             x = self.take("activation", stage, k)  # (B, S, C); backward computes its gradient
@@ -136,7 +136,7 @@ class Pipeline:
         return 0.0
 
     def backward(self, stage, k):
-        """B, or I: then tensor_parallel.py leaves gradients of matrices in self.deferred."""
+        """B, or I. In an I, DeferredProduct appends to self.deferred."""
         x, outputs = self.in_flight.pop((stage, k))
         # The gradient of a loss is 1, for which autograd takes None. (Given a tensor, as on the
         # other stages, autograd imports a part of the compiler: half a second, and 25 MB)
@@ -154,10 +154,10 @@ class Pipeline:
 
     @torch.no_grad()
     def add_weight_gradients(self, stage, k):
-        """W: the matrix products that I has deferred."""
+        """W: compute the deferred products of this microbatch's I."""
         for weight, grad, x in self.weight_work.pop((stage, k)):
-            product = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+            grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            weight.grad = grad_weight if weight.grad is None else weight.grad.add_(grad_weight)
 
     def pass_on(self, what, stage, k, tensor):
         """Give a stage's result, an activation or a gradient, to the stage after or before."""
@@ -168,8 +168,8 @@ class Pipeline:
             self.sends.append(self.group.send(tensor, self.where[to]))
 
     def take(self, what, stage, k):
-        """Return the tensor that `stage` needs for microbatch k. Messages have no names: those of a
-        rank come in the order of its actions, and a tensor that is not needed yet is kept."""
+        """Return the tensor that `stage` needs for microbatch k. A message carries no name: those
+        of a rank come in the order of its actions, and a tensor that is not needed yet is kept."""
         source = self.where[stage - SHIFT[what]]
         while (what, stage, k) not in self.arrived:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)

@@ -25,14 +25,15 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. If a rank
-# has one stage, an action is a kind:
+# A schedule is a function of P, m, v and the rank. It returns the rank's list of entries. If a rank
+# has one stage, an entry is a kind:
 #     "F"   forward
 #     "B"   backward
 #     "I"   half a backward: the gradient of the stage's input. The previous stage waits for it
 #     "W"   the other half: the gradients of the matrices in attention and MLP. Only the optimizer
-#           waits for them. (Gradients of other weights are cheap and come with I)
-# If a rank has several stages, an action is a pair: ("F", 0) is a forward of the rank's first
+#           waits for them. (The gradient of the head's matrix is computed in F, by VocabularyLoss;
+#           those of experts and of small weights come with I)
+# If a rank has several stages, an entry is a pair: ("F", 0) is a forward of the rank's first
 # stage, ("F", 1) of its second. A stage takes its microbatches in their order, forward and
 # backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. (So no
 # schedule here runs a stage on two ranks, or the newest backward first.) In the examples below, as
@@ -69,24 +70,24 @@ def weave(forwards, backwards, num_warmup):
 
 def interleaved(P, m, v, rank):
     """1F1B with v stages per rank: the pipeline fills in 1/v of the time, for v times the messages.
-    P microbatches go through a rank's stage 0, then the same P through its stage 1, and so on; m is
-    a multiple of P.
+    P microbatches go through a rank's first stage, then the same P through its second, and so on; m
+    is a multiple of P.
 
-    P = 2, v = 2, m = 4:
+    P = 2, v = 2, m = 4 (0: the rank's first stage):
         forwards of the rank's stage    0 0 1 1 0 0 1 1
         backwards of the rank's stage   1 1 0 0 1 1 0 0"""
     forwards = [("F", i // P % v) for i in range(m * v)]
     backwards = [("B", v - 1 - i // P % v) for i in range(m * v)]
     # The first backward is of the rank's last stage: before it P forwards of each earlier one, and
-    # twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F a step is
-    # 7% longer with once (simulated, messages that block no rank, P 4, v 2, m 16)
+    # twice 1F1B's warm-up. One warm-up would do if messages took no time; with messages of 0.1 F it
+    # makes a step 7% longer (simulated, messages that block no rank, P 4, v 2, m 16)
     num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
 
 def zero_bubble(P, m, v, rank):
     """1F1B with B split into I and W. I runs at once. W runs `lag` microbatches later, so `lag` Ws
-    remain for the end, when the rank would idle. P = 4, m = 4:
+    remain for the end, when the rank would idle. P = 4, m = 4 (..: idle):
 
         rank 0  F0 F1 F2 F3 .. .. .. I0 W0 I1 W1 I2 W2 I3 W3        num_warmup 3, lag 0
         rank 1  .. F0 F1 F2 .. .. I0 F3 I1 W0 I2 W1 I3 W2 W3                   2      1
@@ -183,25 +184,25 @@ def make_schedule(name, P, m, v=0):
 
 
 def actions_of(name, P, m, v, rank):
-    """One rank's list. interleaved, P = 2, v = 2, rank 0, which has stages 0 and 2: its first two
-    ("F", 1) become F(stage 2, microbatch 0) and F(stage 2, microbatch 1). B and I count together,
-    because each is a microbatch's backward: "B" "I" are B of microbatch 0 and I of microbatch 1. A
-    W is of the oldest I whose W has not run: after these two, "W" is W of microbatch 1."""
+    """One rank's list. interleaved, P = 2, v = 2, rank 0, which has stages 0 and 2: the first
+    ("F", 1) becomes F(stage 2, microbatch 0), the second F(stage 2, microbatch 1). B and I count
+    together, because each is a microbatch's backward; W takes the oldest microbatch between I and
+    W. So "B" "I" "W" are B of microbatch 0, I of microbatch 1, W of microbatch 1."""
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
     count = Counter()  # count["F", s]: number of forwards of stage s so far
-    deferred = {s: deque() for s in stages}  # stage -> microbatches between I and W
+    waiting = {s: deque() for s in stages}  # stage -> microbatches between I and W
     actions = []
     for entry in SCHEDULES[name].actions(P, m, v, rank):
         kind, number = entry if isinstance(entry, tuple) else (entry, 0)
         s = stages[number]
-        if kind == "W" and deferred[s]:
-            k = deferred[s].popleft()
+        if kind == "W" and waiting[s]:
+            k = waiting[s].popleft()
         else:  # F, B, I; or a W without an I: a wrong list, which validate() refuses
             counted = "B" if kind == "I" else kind
             k = count[counted, s]
             count[counted, s] += 1
         if kind == "I":
-            deferred[s].append(k)
+            waiting[s].append(k)
         actions.append(Action(kind, s, k))
     return actions
 

@@ -29,8 +29,10 @@ import torch
 #   experts     ABCD     experts        AB..     AB..     ..CD     ..CD      alone      tp
 #
 # dp: the group of the data ranks, here the ZeRO group, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone:
-# a group of one rank. With --sp tensor ranks see different tokens: LayerNorm's sum_over is dp, tp,
-# and each of the four ranks has one expert
+# a group of one rank. With --sp, where tensor ranks see different tokens:
+#
+#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      dp, tp     tp
+#   experts     ABCD     experts        A...     .B..     ..C.     ...D      alone      -
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Tag:
     name: str  # canonical name in the full model
     shape: torch.Size  # full shape
     dim: int = 0  # the dim that is split
-    ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
+    ranges: tuple = ()  # the [start, stop) of the full dim that this rank holds, in order
     # The tensor ranks that hold the other slices (set in split()). None: not split over them, like
     # an expert, which its rank holds whole. Nothing in the root reads this; a fork that needs a
     # whole matrix does (extras/forks/muon.py)
@@ -99,11 +101,11 @@ def bounds(n, group):
     return start, start + each + (1 if group.rank < more else 0)
 
 
-def tag_whole(model, zero_group, rep=None):
+def tag_whole(model, zero_group, rep):
     """Tag every parameter of a model as whole, its gradient to be summed over the ZeRO group. rep:
     the group along the mesh's axis of this name, whose ranks hold the same shard (hybrid sharding);
     the gradient is to be summed over it, too."""
-    others = (rep,) if rep and rep.size > 1 else ()
+    others = (rep,) if rep.size > 1 else ()
     for name, param in model.canonical_parameters():
         param.tag = Tag(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
                         sum_over=(zero_group, *others))

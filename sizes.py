@@ -59,7 +59,7 @@ class GPTConfig:
     def flops_per_token(self, n_params):
         """Forward and backward FLOPs, counted as in PaLM (arXiv 2204.02311, appendix B). Only the k
         experts that a token runs through count."""
-        # parameters that a token skips
+        # parameters of a block that a token skips
         unused = max(0, self.n_experts - self.top_k) * self.expert_parameters()
         active = n_params - self.n_layer * unused
         return 6 * active + 12 * self.n_layer * self.query_width * self.block_size

@@ -11,8 +11,8 @@ Sent per rank, block and microbatch: four all-reduces of the activation (two for
 4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss gathers
 T-1 numbers per token. --sp sends as much, in other pieces, and once a step the gradients of
 replicated parameters. Held: 1/T of the matrices, and of the activations inside of attention and
-MLP; with --sp also of those between them, except the two gathered inputs of columns per block,
-which backward needs whole. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
+MLP. With --sp also 1/T of the activations between them, but the whole gathered input of each
+column, two per block. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
 
     torchrun train.py --tp 2 --sp        python -m extras.show tensor_parallel: a GPT on 4 ranks
 """
@@ -37,8 +37,8 @@ from shard import split
 
 
 def sum_in_place(x, group):
-    """The sum of the ranks' x, in x's memory: x is a product or, in backward, the gradient of its
-    input, which nobody else reads. (If x does not lie element by element, in a copy.)"""
+    """The sum of the ranks' x, written over x: a partial sum or, in backward, a gradient, which
+    nothing else reads. (If x is not contiguous: written over a copy.)"""
     return all_reduce(x.contiguous(), group)
 
 
@@ -116,7 +116,8 @@ class DeferredProduct(torch.autograd.Function):
 
 
 def product(x, weight, deferred, bias=None):
-    """x W^T + b. deferred: a list for W's gradients; None: autograd computes them at once."""
+    """x W^T + b. deferred: the list of DeferredProduct; None: autograd computes W's gradient at
+    once."""
     if deferred is None:
         return F.linear(x, weight, bias)
     y = DeferredProduct.apply(x, weight, deferred)
@@ -124,8 +125,8 @@ def product(x, weight, deferred, bias=None):
 
 
 class Column(nn.Module):
-    """Whole x -> a slice of y = x W^T + b. Holds this rank's rows of W, which are columns of W^T.
-    """
+    """x, whole in width -> a slice of y = x W^T + b. Holds this rank's rows of W, which are columns
+    of W^T."""
 
     def __init__(self, linear, group, f, parts=(), deferred=None):
         super().__init__()
@@ -133,7 +134,7 @@ class Column(nn.Module):
         self.weight = split(linear.weight, 0, group, parts)
         self.bias = split(linear.bias, 0, group, parts)
 
-    def forward(self, x):  # (B, S, in) -> (B, S, out/T)
+    def forward(self, x):  # (B, S, in), with --sp (B, S/T, in) -> (B, S, out/T)
         return product(self.f(x, self.group), self.weight, self.deferred, self.bias)
 
 
@@ -146,7 +147,7 @@ class Row(nn.Module):
         self.weight = split(linear.weight, 1, group)
         self.bias = linear.bias
 
-    def forward(self, x):  # (B, S, in/T) -> (B, S, out)
+    def forward(self, x):  # (B, S, in/T) -> (B, S, out), with --sp (B, S/T, out)
         partial_y = product(x, self.weight, self.deferred)  # (B, S, out), a term of the sum
         y = self.g(partial_y, self.group)
         return y if self.bias is None else y + self.bias
@@ -164,7 +165,7 @@ def to_local(idx, start, stop):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Each token's row is on one rank; the remaining ranks add zero to it."""
+    """Each token's row is on one rank; the other ranks add zero to it."""
 
     def __init__(self, embedding, group, g):
         super().__init__()
@@ -174,7 +175,8 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, idx):  # (B, S)
         local, outside = to_local(idx, *self.weight.tag.ranges[0])
         rows = F.embedding(local, self.weight)
-        return self.g(rows.masked_fill(outside.unsqueeze(-1), 0), self.group)  # (B, S, C)
+        # (B, S, C), with --sp (B, S/T, C)
+        return self.g(rows.masked_fill(outside.unsqueeze(-1), 0), self.group)
 
 
 def tokens_at_a_time(x, weight):
@@ -199,14 +201,14 @@ def loss_of_logits(logits, targets, words, group):
     """Cross-entropy of some tokens, whose logits are spread over the ranks by words.
 
     In: logits (n, V/T), of this rank's words [start, stop); targets (n,), any words.
-    Out: two sums over the tokens: this rank's term of the targets' logits; log(sum(exp(logits)))
-    over all words, the same on all ranks. And the gradient of the loss, (n, V/T): softmax(logits),
-    less 1 at the target. Sent: T-1 numbers per token."""
+    Out: the sum over tokens of the targets' logits, this rank's term of it; the sum over tokens of
+    log(sum(exp(logits))) over all words, the same on all ranks; and the gradient of the loss,
+    (n, V/T): softmax(logits), less 1 at the target. Sent: T-1 numbers per token."""
     local, outside = (each.unsqueeze(-1) for each in to_local(targets, *words))  # (n, 1) each
     absent = (targets == ABSENT).unsqueeze(-1)
     target_logits = logits.gather(-1, local).masked_fill(outside, 0).sum()
     log_probs = logits.log_softmax(-1)  # among this rank's words: each logit less log_sum
-    log_sum = logits[:, :1] - log_probs[:, :1]  # (n, 1)
+    log_sum = logits[:, :1] - log_probs[:, :1]  # (n, 1), from word 0; any other gives the same
     probs = log_probs.exp_()
     if group.size > 1:
         rank_log_sums = log_sum.new_empty(group.size, len(logits))  # (T, n)
@@ -222,12 +224,13 @@ def loss_of_logits(logits, targets, words, group):
 class VocabularyLoss(torch.autograd.Function):
     """cross_entropy of the logits x W^T, for some tokens at a time: their logits, then at once
     their loss and its gradient. So the logits of all tokens, often the largest tensor of a step,
-    never exist at once (1.3 times as fast, and half of the memory, at 50,257 words).
+    never exist at once (1.3 times as fast as F.cross_entropy, and half of the memory, at 50,257
+    words).
 
     In: x (tokens, C); weight (V/T, C), this rank's words [start, stop); targets (tokens,). Out: the
     sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. Forward
-    computes the gradients, that of the logits times W or x; backward multiplies them by the
-    gradient of the loss. The gradient of x is this rank's term of a sum."""
+    also computes both gradients: that of the logits times W is this rank's term of x's gradient;
+    its transpose times x is W's. Backward multiplies them by the gradient of the loss."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, words, group):
@@ -235,14 +238,14 @@ class VocabularyLoss(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
         grad_x = []  # of some tokens each
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        log_sums = x.new_zeros((), dtype=wide)
-        target_logits = x.new_zeros(1, dtype=wide)  # this rank's term of the sum
+        log_sums = x.new_zeros((), dtype=wide)  # sums over all tokens, as in loss_of_logits
+        target_logits = x.new_zeros(1, dtype=wide)
         n = tokens_at_a_time(x, weight)
         for some, wanted in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
             logits = (some @ weight.t()).to(wide)  # (n, V/T)
-            own, log_sum, grad = loss_of_logits(logits, wanted, words, group)
-            target_logits += own
-            log_sums += log_sum
+            some_target_logits, some_log_sums, grad = loss_of_logits(logits, wanted, words, group)
+            target_logits += some_target_logits
+            log_sums += some_log_sums
             grad = grad.to(x.dtype)
             if needs_x:
                 grad_x.append(grad @ weight)
@@ -305,8 +308,8 @@ def split_matrices(model, group, sp=False, deferred=None):
     """Replace the matrices of a model by this rank's slices.
 
     In: a whole, tagged model. With sp (sequence parallelism) split_sequences has set its positions,
-    and T divides S (with context parallelism over N ranks: S/N). deferred: the list in which a
-    backward is to leave the gradients of matrices (DeferredProduct), or None.
+    and T divides S (with context parallelism over N ranks: S/N). deferred: a list to which backward
+    appends its deferred products (DeferredProduct), or None.
     After: each parameter is this rank's slice, tagged as such, or is tagged as held by all ranks of
     the group; its layers are the parallel ones above. With sp the gradients of replicated
     parameters are to be summed over the group. In a group of one only the head is replaced, unless

@@ -6,19 +6,19 @@ pipeline parallelism and ZeRO.
     torchrun --nproc-per-node 8 train.py --tp 2 --pp 2       eight: the rest is data parallel
 
 Any layout is the same computation: the same initial weights, the same batches, and gradients that
-are summed, never averaged, because the loss was divided by the tokens of the whole batch first. So
-the losses are the same, up to the order of float additions.
+are summed, never averaged, because the loss was first divided by the number of tokens in the whole
+batch. So the losses are the same, up to the order of float additions.
 """
 
-# This page composes the other files; `python train.py --help` lists the flags. The Trainer, first,
-# knows nothing of run/: flags, launch, log, checkpoints. main(), last, is the loop around it.
+# `python train.py --help` lists the flags. The Trainer, first, knows nothing of run/, which has the
+# flags, the launch, the log and the checkpoints. main(), last, is the loop around it.
 
 import math
 import sys
 
-# start() runs before torch is imported, which takes seconds. It ends the process if a flag is
-# wrong. If the flags ask for more ranks than there are processes, it starts all ranks, waits for
-# them, and exits. Else this process is a rank, and start() returns
+# start() runs before torch is imported, which takes seconds. If a flag is wrong, start() ends the
+# process. If the flags ask for more ranks than there are processes, start() starts all ranks, waits
+# for them, and exits. Else this process is a rank, and start() returns
 if __name__ == "__main__":
     from run.launch import start
     start(__doc__)
@@ -48,7 +48,7 @@ class Trainer:
         slice with which this rank begins, such as from_seed(config, 1337)."""
         self.cfg = cfg
         self.mesh = mesh
-        self.model_config = config
+        self.config = config
         self.dtype = getattr(torch, cfg.dtype)
         self.stop_asked = False  # set by a signal to this rank
         self.grads = []  # gradients of the last step (run/log.py counts the bytes held)
@@ -57,24 +57,24 @@ class Trainer:
         # parameters have shapes but no memory
         model = on_meta(config)
         # For checkpoints, before anything is split: {name: full shape}, and the names of trained
-        # parameters, which are all except in a fork
+        # parameters (all, unless a fork freezes some)
         self.shapes = shapes_of(model)
         self.trained_names = [name for name, param in model.canonical_parameters()
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # The ZeRO group: ranks that hold the same weights and see different sequences (the axes
-        # shard and ep of mesh.py) or different tokens of a sequence (cp). DDP sums gradients over
-        # them; ZeRO shards over them. With --shard the axis rep has further such ranks
+        # The ZeRO group: ranks that hold the same weights, and see different sequences (the axes
+        # shard and ep of mesh.py) or different tokens of a sequence (cp). ZeRO shards over them.
+        # With --shard this group is smaller, and other ranks with the same weights are along rep
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
-        # Each call changes the model in place: to this rank's tokens of each sequence, to its slice
-        # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
-        # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
+        # Each call cuts the model, in place, to what this rank has: its tokens of each sequence,
+        # its slice of each matrix, its experts; and updates the tags of what it cuts. A group of
+        # one rank cuts nothing. self.positions: where this rank's tokens stand in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
-        # zb-h1 (schedules.py) cuts a backward in two: the list of matrix gradients that the second
-        # half will compute. None: backwards are whole
+        # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
+        # appends the products that it leaves to the second. None: backwards are whole
         deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
@@ -84,21 +84,16 @@ class Trainer:
         # pipeline rank of stage s; cuts[s]: (start, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp)
         self.cuts = cut(config.layer_costs(), len(self.where))
-        # Are first and last stage on two ranks? (Not with --pp 1)
+        # If first and last stage are on two ranks (not in a V-shaped schedule of a fork), both hold
+        # the tied matrix: tag it, so that its gradient is summed over the two
         if self.where[0] != self.where[-1]:
-            # Both ranks hold the tied matrix: tag it, so that its gradient is summed over the two
             tie_ends(model.layers, mesh.ends("pp"))
-        stages = {}  # {stage: its layers} of this rank
-        for s, (start, stop) in enumerate(self.cuts):
-            if self.where[s] == mesh.group("pp").rank:
-                stages[s] = list(model.layers[start:stop])
-
-        for layers in stages.values():
-            for layer in layers:
-                if isinstance(layer, Block):
-                    layer.recompute = cfg.recompute
-            if cfg.compile:
-                compile_layers(layers)
+        for block in model.layers[1:-1]:
+            block.recompute = cfg.recompute
+        if cfg.compile:
+            compile_layers(model.layers)
+        stages = {s: list(model.layers[start:stop]) for s, (start, stop) in enumerate(self.cuts)
+                  if self.where[s] == mesh.group("pp").rank}  # {stage: its layers} of this rank
 
         # The reducer, DDP or ZeRO, gives each parameter its memory and its initial value
         self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device, mesh.background)
@@ -122,15 +117,16 @@ class Trainer:
         """One step of training on [(ids, targets)]. Returns three tensors, the same on every rank:
         the loss per token; the global norm of the gradients, nan if the loss is not finite; and the
         number of ranks that were asked to stop."""
-        self.grads = []  # free those of the last step (under ZeRO-2, 3; else the Flats keep them)
-        # Forward and backward. loss: this rank's part of the loss per token; 0 unless it has the
-        # last stage. T tensor ranks compute the same loss: each adds 1/T
-        loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
+        self.grads = []  # free those of the step before (ZeRO-2, 3; DDP and ZeRO-1 keep theirs)
+        # Forward and backward. This rank's part of the loss per token; 0 without the last stage.
+        # All tensor ranks compute the same loss: each adds 1/tp of it
+        own_loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
         self.grads = self.reducer.gradients()  # summed over the groups that the tags name
-        square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
+        own_square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
 
-        asked = torch.full_like(loss, self.stop_asked)
-        loss, square, asked = all_reduce(torch.stack([loss, square, asked]), self.mesh.world)
+        own_asked = torch.full_like(own_loss, self.stop_asked)
+        sums = all_reduce(torch.stack([own_loss, own_square, own_asked]), self.mesh.world)
+        loss, square, asked = sums
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
         self.optimizer.step(self.grads, norm, lr)  # clips, steps; nothing if the norm is not finite
@@ -138,14 +134,14 @@ class Trainer:
         return loss, norm, asked
 
     def validate(self, data, num_batches=None):
-        """Returns the mean loss over the windows (block_size tokens each) of val.bin, the same on
-        every rank. num_batches: how many batches of windows; None: all."""
+        """Returns the loss per token of the windows of val.bin (block_size tokens each), the same
+        on every rank. num_batches: how many batches of windows to take; None: all."""
         world = self.mesh.world
         # batches: an iterator, a list of microbatches for each batch
         num_windows, batches = data.validation(self.cfg, self.mesh, num_batches)
         loss = sum(self.pipeline.run(self.own(microbatches)) for microbatches in batches)
         # The loss of each batch was divided by batch_size windows: divide the sum by num_windows
-        # instead, and by T, because all T tensor ranks have the same loss
+        # instead, and by tp, because all tensor ranks have the same loss
         loss = loss * self.cfg.batch_size / num_windows / self.cfg.tp
         return world.read(all_reduce(loss.view(1), world))[0]
 
@@ -162,15 +158,15 @@ def from_seed(config, seed):
 
 
 def compile_layers(layers):
-    """torch.compile each layer (--compile) but the head. Functions that send messages, or make
-    tensors of data-dependent size, stay Python."""
+    """Compile each layer but the head (--compile). Functions that send messages, or make tensors of
+    data-dependent size, stay Python."""
     for layer in layers:
         for module in layer.modules():
             names = []
             if isinstance(module, (Column, Row, VocabularyEmbedding)):
                 names = ["forward"]
             elif isinstance(module, MixtureOfExperts):
-                names = ["run_experts", "sum_counts"]
+                names = ["run_experts", "sum_choices"]
             elif isinstance(module, Attention) and "attend" in vars(module):
                 names = ["attend"]  # replaced in split_sequences
             for name in names:

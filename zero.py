@@ -80,8 +80,8 @@ class ZeRO1(DDP):
         return flat.pieces(own_chunk(flat.weights, flat.group), first_of_chunk(flat))
 
     def register_hooks(self, layer, previous, following):
-        """Have autograd call this reducer before the layer computes. previous, following (for
-        ZeRO-3): the neighbours of the layer in its stage, or None."""
+        """Register hooks that call this reducer before the layer computes. previous, following
+        (for ZeRO-3): the neighbours of the layer in its stage, or None."""
         def in_forward(layer, args):
             for flat in self.flats_in(layer):
                 self.make_whole(flat)
@@ -173,9 +173,9 @@ class ZeRO3(ZeRO2):
     Flat's storage to 0, and a gather resizes the same storage back, so tensors that autograd has
     saved in forward see the gathered values in backward.
 
-    The background runs gathers and reductions one after the other, in the order in which they were
-    started. This order has to be the same on all replicas, so a parameter that gets a gradient on
-    one replica needs to get one on all."""
+    The background runs gathers and reductions in the order in which they were started, and that
+    order must be the same on all replicas. So if a parameter gets a gradient on one replica, it
+    must get one on all."""
 
     def __init__(self, *args):
         # Flat -> this rank's chunk of its weights. Now, because __init__ calls pieces_to_step
@@ -251,4 +251,4 @@ def reads_weights(layer):
     return getattr(layer, "backward_reads_weights", True)
 
 
-REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
+REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # REDUCERS[n] is ZeRO-n

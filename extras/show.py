@@ -57,7 +57,7 @@ def small_gpt(words):
 
 def compare(name, trainer):
     """Print how far the gradients, summed, are from one process's. Frees ZeRO-3's whole weights."""
-    alone = build(trainer.model_config, dtype=torch.double, kind=kind_of(trainer.model_config))
+    alone = build(trainer.config, dtype=torch.double, kind=kind_of(trainer.config))
     (alone(SEQUENCES, SEQUENCES) / SEQUENCES.numel()).backward()
     want = {name: param.grad for name, param in alone.canonical_parameters()}
     reducer, world = trainer.reducer, trainer.mesh.world

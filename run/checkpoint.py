@@ -375,7 +375,7 @@ def save(trainer, step, data_folder=""):
             manifest = {"number": last_number(out) + 1,
                         "step": step,
                         **{name: value.item() for name, value in numbers},
-                        "model": asdict(trainer.model_config),
+                        "model": asdict(trainer.config),
                         "config": vars(trainer.cfg),  # the flags, for people
                         "data": str(Path(data_folder).resolve())}
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

@@ -171,7 +171,7 @@ class Log:
             line += f"  comm {more['comm']:.0%}"
         if self.is_cuda and self.trainer.dtype.itemsize == 2:
             peak = self.world.size * peak_flops(torch.cuda.get_device_name())
-            flops = rate * self.trainer.model_config.flops_per_token(self.n_params)
+            flops = rate * self.trainer.config.flops_per_token(self.n_params)
             line += f"  mfu {flops / peak:.1%}" if peak else ""
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
                    tokens_per_s=rate, **more)
