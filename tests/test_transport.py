@@ -250,6 +250,15 @@ def test_a_process_of_another_user_is_a_stranger_and_shares_no_memory():
 
 # ---- work in the background ----
 
+
+@pytest.fixture
+def background():
+    """A Background of a rank that has several cores."""
+    runner = Background(torch.device("cpu"))
+    start_thread(runner)
+    return runner
+
+
 def test_without_a_core_for_it_a_function_runs_when_it_is_waited_for_and_others_before_it():
     torch.set_num_threads(1)
     runner, ran = Background(torch.device("cpu")), []
@@ -266,14 +275,6 @@ def test_without_a_core_for_it_a_function_runs_when_it_is_waited_for_and_others_
     with pytest.raises(ValueError):  # of the function before, and this one does not run
         runner.start(ran.append, 5)()
     assert ran == [0, 1, 2, 3, 4]
-
-
-@pytest.fixture
-def background():
-    """A Background of a rank that has several cores."""
-    runner = Background(torch.device("cpu"))
-    start_thread(runner)
-    return runner
 
 
 def test_functions_run_in_order_while_their_caller_goes_on(background):

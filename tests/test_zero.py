@@ -1,6 +1,8 @@
 """DDP and ZeRO: how Flats lie, the bytes sent and held, what runs beside what, odd parameters."""
 
 import itertools
+import threading
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -176,7 +178,10 @@ def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(cor
 
 def _with_thread(rank, cfg):
     torch.set_num_threads(2)  # as for a rank that has several cores
-    return differences(rank, cfg)[0]
+    with patch.object(threading, "Thread", Mock(wraps=threading.Thread)) as thread:
+        worst, _ = differences(rank, cfg)
+    assert thread.called
+    return worst
 
 
 @pytest.mark.parametrize("stage", STAGES)
