@@ -32,7 +32,7 @@ from tests.harness import close, command, flags, flags_of, losses
 VOCAB = 50304  # GPT-2's 50,257, rounded up to a multiple of 64
 GPT2 = ("--n-layer 12 --n-head 12 --n-embd 768 --block-size 1024 --batch-size 16 --dtype bfloat16 "
         "--grad-clip 1 --timeout 60")
-TINY = f"{GPT2} --n-layer 2 --n-head 4 --n-embd 32 --block-size 8 --batch-size 2"
+TINY = f"{GPT2} --n-layer 2 --n-head 2 --n-embd 16 --block-size 8 --batch-size 2"
 # In float64, against test_all.py's loop. (The ring has no GPU kernel of 64 bits: see ROWS)
 LAYOUTS = ("--dp 2 --collectives ring", "--dp 2 --zero 2 --microbatches 3", "--dp 4 --zero 1",
            "--dp 2 --zero 3 --recompute", "--tp 2 --sp", "--pp 2 --microbatches 4",
