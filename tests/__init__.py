@@ -17,6 +17,6 @@
     10 files of strangers are data          test_weights.py, test_data.py, test_checkpoint.py
     what is read is what runs, who imports
     whom                                    test_house.py, test_planted.py
-    the GPU's manner, without a GPU         test_gpu.py, counts.py
+    the GPU's manner, without a GPU         test_gpu.py
     what a GPU shows, in eight minutes      first_gpu.py
 """

@@ -10,16 +10,12 @@ each rank claims a machine of its own (NCCL_HOSTID), and messages travel through
 
 import argparse
 import gc
-import io
-import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -31,20 +27,17 @@ import train
 from mesh import connection_options
 from optimizer import BETAS
 from sizes import config_of, peak_flops
-from tests import counts
-from tests.counts import GPT2, VOCAB, config_from
+from tests.harness import close, command, flags, flags_of, losses
 
-TINY = "--n-layer 2 --n-head 4 --n-embd 32 --block-size 32 --batch-size 4 --dtype bfloat16"
-# In float64, against test_all.py's loop. (The ring has no GPU kernel of 64 bits: see two_ranks)
+VOCAB = 50304  # GPT-2's 50,257, rounded up to a multiple of 64
+GPT2 = ("--n-layer 12 --n-head 12 --n-embd 768 --block-size 1024 --batch-size 16 --dtype bfloat16 "
+        "--grad-clip 1 --timeout 60")
+TINY = f"{GPT2} --n-layer 2 --n-head 2 --n-embd 16 --block-size 8 --batch-size 2"
+# In float64, against test_all.py's loop. (The ring has no GPU kernel of 64 bits: see ROWS)
 LAYOUTS = ("--dp 2 --collectives ring", "--dp 2 --zero 2 --microbatches 3", "--dp 4 --zero 1",
            "--dp 2 --zero 3 --recompute", "--tp 2 --sp", "--pp 2 --microbatches 4",
            "--pp 2 --schedule zb-h1", "--cp 2 --cp-attention all-to-all",
            "--dp 2 --ep 2 --experts 4", "--dp 2 --tp 2 --pp 2 --zero 1 --arch llama")
-# A part of a kernel's name, in lower case -> its kind; the first one that fits counts
-KINDS = {"triton": "compiled", "nccl": "messages", "memcpy": "copies", "memset": "copies",
-         "flash": "attention", "fmha": "attention", "sdpa": "attention", "cudnn": "attention",
-         "adam": "AdamW", "softmax": "loss", "layer_norm": "LayerNorm", "gamma": "LayerNorm",
-         "gemm": "products", "nvjet": "products", "cutlass": "products", "mm": "products"}
 
 
 # ---- two step functions, always on the same batch ----
@@ -92,128 +85,105 @@ def nanogpt_step(cfg):
     return step
 
 
-def timed(step, cfg, num_steps):
-    """(the last loss, milliseconds of a step, peak in MB). Warms up, and compiles, first."""
-    cuda = cfg.device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    for _ in range(max(1, num_steps // 4)):
-        step()
+# Name, step function, flags. (The last five: two ranks)
+ROWS = [("nanoGPT", nanogpt_step, ""), ("nanoGPT, compiled", nanogpt_step, "--compile"),
+        ("ours", our_step, ""), ("ours, --compile", our_step, "--compile")] + [
+    (layout, our_step, layout)
+    for layout in ("--dp 2", "--dp 2 --zero 3", "--cp 2", "--tp 2 --sp", "--pp 2")]
+
+
+def measure(rank, cfg, make_step):
+    """(the loss of the fifth step; milliseconds of a later step; this rank's peak in MB; the ten
+    kernels of a step that take longest: [(milliseconds, how often, name)])."""
+    is_gpu = cfg.device == "cuda"
+    wait = torch.cuda.synchronize if is_gpu else lambda: None
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:  # a dry run's --compile needs no C++ compiler
+        torch.compile = partial(torch.compile, backend="eager")
+    step = make_step(cfg)
+    for _ in range(5):
+        loss = step().item()
+    num_steps = 10 if is_gpu else 2
     wait()
     start = time.perf_counter()
     for _ in range(num_steps):
-        loss = step()
+        step()
     wait()
     ms = 1e3 * (time.perf_counter() - start) / num_steps
     in_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = torch.cuda.max_memory_allocated() if cuda else 1024 * in_kib
-    return loss.item(), ms, peak / 1e6
-
-
-def timed_rank(rank, cfg, num_steps):
-    return timed(our_step(cfg), cfg, num_steps)
-
-
-def kernels_of(step, cfg):
-    """{kind: [kernels, milliseconds]} of a step on the device, by torch's profiler."""
+    peak = torch.cuda.max_memory_allocated() if is_gpu else 1024 * in_kib
     activity = torch.profiler.ProfilerActivity
-    cuda = cfg.device == "cuda"
-    with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[activity.CUDA if is_gpu else activity.CPU]) as profiler:
         step()  # (the profiler waits for the device at its end)
-    found = {}
-    for event in profiler.key_averages():
-        if cuda and event.device_type == torch.autograd.DeviceType.CPU:
-            continue  # cudaLaunchKernel and the like
-        kinds = [kind for part, kind in KINDS.items() if part in event.key.lower()]
-        row = found.setdefault(kinds[0] if kinds else "others, elementwise", [0, 0.0])
-        row[0] += event.count
-        row[1] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
-    return found
+    kernels = [((event.self_device_time_total if is_gpu else event.self_cpu_time_total) / 1e3,
+                event.count, event.key) for event in profiler.key_averages()]
+    del step
+    gc.collect()  # the memory of the next row does not begin with this one's
+    return loss, ms, peak / 1e6, sorted(kernels, reverse=True)[:10]
+
+
+def rank_on_card(*args):
+    """test_all.run_rank, on a GPU that all ranks share."""
+    os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    usual = dist.init_process_group
+
+    def connect(backend, timeout, **where):
+        usual("nccl", device_id=device, **where, **connection_options(device, 60))
+
+    try:
+        with patch.object(dist, "init_process_group", connect):
+            return test_all.run_rank(*args)
+    finally:
+        torch.cuda.empty_cache()
 
 
 # ---- the parts: each prints, and returns whether all is well ----
 
 
-def speed(dry):
-    """GPT-2 124M, 16 x 1,024 tokens; nanoGPT's recipe, and ours"""
-    words = TINY if dry else GPT2
-    peak_rate = 0 if dry else peak_flops(torch.cuda.get_device_name())
-    print(f"    {'':18}{'ms':>8}{'tokens/s':>11}{'MFU':>7}{'peak MB':>9}{'loss':>8}", flush=True)
-    tables = {}
-    for name, make_step, flag in (("nanoGPT", nanogpt_step, ""), ("ours", our_step, ""),
-                                  ("nanoGPT, compiled", nanogpt_step, "--compile"),
-                                  ("ours, --compile", our_step, "--compile")):
-        cfg = config_from(f"{words} {flag} --device {'cpu' if dry else 'cuda'}")
-        if not dry:
-            torch.cuda.reset_peak_memory_stats()
-        step = make_step(cfg)
-        loss, ms, peak = timed(step, cfg, 2 if dry else 30)
-        tables[name] = kernels_of(step, cfg)
-        del step
-        gc.collect()  # the memory of the next one does not begin with this one's
+def speed(device):
+    """GPT-2 124M, 16 x 1,024 tokens: nanoGPT's recipe and ours; two ranks have the losses of one"""
+    peak_rate = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else 0
+    print(f"    {'':18}{'ms':>8}{'tokens/s':>11}{'MFU':>7}{'peak MB':>9}{'loss':>9}", flush=True)
+    longest, our_losses = {}, []
+    for name, make_step, words in ROWS:
+        words = f"{GPT2 if device == 'cuda' else TINY} --device {device} {words}"
+        cfg = flags_of(words.split(), "")
+        found = test_all.ranks(cfg.dp * cfg.cp * cfg.tp * cfg.pp, measure, cfg, make_step)
+        loss, ms, peak, longest[name] = map(max, zip(*found, strict=True))
+        if make_step is our_step:
+            our_losses.append(loss)
         rate = 1e3 * cfg.batch_size * cfg.block_size / ms
         flops = rate * config_of(cfg, VOCAB).flops_per_token(124_439_808)
         mfu = f"{flops / peak_rate:.1%}" if peak_rate else "-"
-        print(f"    {name:18}{ms:8.1f}{rate:11,.0f}{mfu:>7}{peak:9.0f}{loss:8.3f}", flush=True)
-    print("\n    kernels and ms of a step" + "".join(f"{name:>18}" for name in tables))
-    for kind in sorted(set().union(*tables.values())):
-        rows = [table.get(kind, (0, 0.0)) for table in tables.values()]
-        print(f"    {kind:24}" + "".join(f"{count:9}{ms:9.2f}" for count, ms in rows))
-    return True
+        print(f"    {name:18}{ms:8.1f}{rate:11,.0f}{mfu:>7}{peak:9.0f}{loss:9.4f}", flush=True)
+    for name in ("nanoGPT, compiled", "ours", "ours, --compile"):
+        print(f"\n    the kernels of {name} that take longest: ms of a step, how often")
+        for ms, count, kernel in longest[name]:
+            print(f"    {ms:9.2f}{count:6}  {kernel[:80]}")
+    return max(our_losses) - min(our_losses) < 0.02
 
 
-def rank_on_card(rank, world, meeting, function, args):
-    """test_all.run_rank, on a GPU that all ranks share."""
-    os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    torch.set_num_threads(1)
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.FileStore(meeting, world), rank=rank,
-                            world_size=world, device_id=device, **connection_options(device, 60))
-    try:
-        value = io.BytesIO()
-        torch.save(function(rank, *args), value)
-        dist.barrier(device_ids=[0])
-        return value.getvalue()
-    finally:
-        torch.cuda.empty_cache()
-        dist.destroy_process_group()
-
-
-def equality(dry):
+def equality(device):
     """ten layouts against one process, in float64"""
-    more = "--device cpu" if dry else "--device cuda --timeout 60"
-    return test_all.prove("\n".join(f"{layout} {more}" for layout in LAYOUTS)) == 0
+    return test_all.prove("\n".join(f"{layout} --device {device} --timeout 60"
+                                    for layout in LAYOUTS)) == 0
 
 
-def two_ranks(dry):
-    """two ranks in bfloat16 have the losses of one; what a rank holds, for ZeRO-3 too"""
-    words = f"{TINY if dry else GPT2} --timeout 60"
-    print(f"    {'':18}{'ms':>8}{'peak MB':>9}{'loss':>9}", flush=True)
-    losses = []
-    for layout in ("--dp 1", "--dp 2", "--dp 2 --zero 3", "--cp 2", "--tp 2 --sp", "--pp 2"):
-        cfg = config_from(f"{words} {layout} --device {'cpu' if dry else 'cuda'}")
-        found = test_all.ranks(cfg.dp * cfg.cp * cfg.tp * cfg.pp, timed_rank, cfg, 4)
-        loss, ms, peak = map(max, zip(*found, strict=True))
-        losses.append(loss)
-        print(f"    {layout:18}{ms:8.1f}{peak:9.0f}{loss:9.4f}", flush=True)
-    return max(losses) - min(losses) < 0.02
-
-
-def resume(dry):
+def resume(device):
     """train.py saves after two of four steps; a run that resumes there has the same losses"""
-    losses = []
     with tempfile.TemporaryDirectory() as folder:
         test_all.write_corpus(folder)
-        for out, more in (("whole", "--save-interval 2"),
-                          ("resumed", f"--resume {folder}/whole/step-00000002")):
-            words = (f"train.py {TINY} --dtype float64 --steps 4 --eval-interval 0 {more} "
-                     f"--data {folder} --out {folder}/{out} --device {'cpu' if dry else 'cuda'}")
-            subprocess.run([sys.executable, *words.split()], check=True, timeout=120,
-                           stdout=subprocess.DEVNULL, cwd=Path(test_all.__file__).parent)
-            lines = Path(folder, out, "metrics.jsonl").read_text().splitlines()
-            losses.append([json.loads(line)["loss"] for line in lines])
-            print(f"    {losses[-1]}")
-    return all(abs(a - b) < 1e-10 for a, b in zip(losses[0][2:], losses[1], strict=True))
+        whole, resumed = f"{folder}/whole", f"{folder}/resumed"
+        for out, more in ((whole, {"save_interval": 2}),
+                          (resumed, {"resume": f"{whole}/step-00000002"})):
+            done = command("train.py", *flags(folder, out, device=device, **more))
+            assert done.returncode == 0, done.stderr
+        print(f"    {losses(whole)}\n    {losses(resumed)}")
+        close(losses(resumed), losses(whole)[2:])
+    return True
 
 
 def main():
@@ -221,22 +191,20 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on CPUs, tiny sizes")
     dry = parser.parse_args().dry
-    if not dry and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --dry runs on CPUs")
+    if not dry:
+        if not torch.cuda.is_available():
+            parser.error("there is no GPU here; --dry runs on CPUs")
+        test_all.run_rank = rank_on_card
+        test_all.HANG = 300  # to compile takes long
     where = "a dry run on CPUs" if dry else torch.cuda.get_device_name()
-    print(f"{where}, torch {torch.__version__}\n", flush=True)
-    counts.main()
-    # A dry run's ranks are test_all.py's, and its --compile needs no C++ compiler
-    change = (patch.object(torch, "compile", partial(torch.compile, backend="eager")) if dry else
-              patch.object(test_all, "run_rank", rank_on_card))
+    print(f"{where}, torch {torch.__version__}", flush=True)
     failed = []
-    for part in (speed, equality, two_ranks, resume):
+    for part in (speed, equality, resume):
         print(f"\n{part.__name__}: {part.__doc__}", flush=True)
         start = time.time()
         good = False
         try:
-            with change:
-                good = part(dry)
+            good = part("cpu" if dry else "cuda")
         except Exception as error:
             print(f"    {type(error).__name__}: {error}")
         if not good:

@@ -61,22 +61,6 @@ def test_experts_are_what_a_loop_over_tokens_says():
         close(got, want, "experts")
 
 
-def test_the_balance_loss_is_a_sum_over_sequences_and_least_if_the_experts_are_even():
-    """So it does not depend on how a batch is cut: into microbatches, over data ranks."""
-    layer = build(SHAPE, dtype=torch.double, kind=MixtureGPT).layers[1].mlp
-
-    def balance(x):
-        layer(x)
-        return layer.balance.detach()
-
-    x = random(6, 8, 12)
-    close(sum(balance(row.unsqueeze(0)) for row in x), balance(x), "balance")
-    layer.router.weight.data.zero_()
-    close(balance(x), 6 * 8, "each token adds 1")
-    layer.router.weight.data[:3] = 9  # the first three experts get all tokens
-    close(balance(torch.ones(6, 8, 12).double()), 6 * 8 * 5 / 3, "each token adds 5/3")
-
-
 def test_scores_of_a_16_bit_model_have_32_bits():
     """In 16 bits neighbouring scores are equal."""
     layer = MixtureOfExperts(GPTConfig(VOCAB, 8, 1, 1, 64, n_experts=16)).bfloat16()

@@ -51,36 +51,28 @@ def _attention(rank, N, attention, nh, n_kv, hs):
 @pytest.mark.parametrize("attention,N,nh,n_kv,hs", [
     ("ring", 2, 3, 3, 4), ("ring", 3, 6, 2, 5), ("ring", 4, 4, 1, 16), ("ring", 5, 2, 2, 2),
     ("all-to-all", 2, 4, 2, 5), ("all-to-all", 3, 6, 3, 4), ("all-to-all", 4, 4, 4, 2)])
-def test_attention_of_split_tokens_is_plain_attention(attention, N, nh, n_kv, hs):
-    """Forward and all gradients; also with fewer heads of keys than of queries."""
+def test_attention_of_split_tokens_is_plain_attention_and_sends_what_its_file_says(
+        attention, N, nh, n_kv, hs):
+    """Forward and all gradients; also with fewer heads of keys than of queries.
+
+    The ring skips hidden segments, and its ranks do equal work. A rank's own keys: a causal kernel
+    of its 8 tokens. Those of another rank: 8 x 4 pairs of a query and a key, half of all, because
+    the other half is hidden."""
     q, k, v, grad = inputs(N, nh, n_kv, hs)
     for x in (q, k, v):
         x.requires_grad_()
     out = plain_attention(q, k, v)
     out.backward(grad)
     want = [out.detach(), q.grad, k.grad, v.grad]
-    for at, found, *_ in ranks(N, _attention, N, attention, nh, n_kv, hs):
+    kv, qkv_out = k.numel() + v.numel(), 2 * (q.numel() + k.numel())
+    hops, swaps = (N - 1) * kv // N, (N - 1) * qkv_out // N**2
+    # the ring's backward: the keys and values once more, and their gradients
+    want_sent = (hops, 2 * hops) if attention == "ring" else (swaps, swaps)
+    for at, found, sent, calls in ranks(N, _attention, N, attention, nh, n_kv, hs):
         for name, got, whole in zip(("out", "q", "k", "v"), found, want, strict=True):
             close(got, whole[:, :, at], name)
-
-
-@pytest.mark.parametrize("attention,N", [("ring", 2), ("ring", 3), ("ring", 4), ("all-to-all", 2),
-                                         ("all-to-all", 4)])
-def test_attention_sends_what_its_file_says(attention, N):
-    whole = 2 * 8 * N * 16  # B S C
-    hops, swaps = 2 * (N - 1) * whole // N, 4 * (N - 1) * whole // N**2
-    # the ring's backward: the keys and values once more, and their gradients
-    want = (hops, 2 * hops) if attention == "ring" else (swaps, swaps)
-    for _, _, sent, _ in ranks(N, _attention, N, attention, 4, 4, 4):
-        assert sent == want
-
-
-@pytest.mark.parametrize("N", [2, 3, 4])
-def test_the_ring_skips_hidden_segments_and_its_ranks_do_equal_work(N):
-    """A rank's own keys: a causal kernel of its 8 tokens. Those of another rank: 8 x 4 pairs of a
-    query and a key, half of all, because the other half is hidden."""
-    for _, _, _, calls in ranks(N, _attention, N, "ring", 2, 2, 4):
-        for own, *others in calls:
+        assert sent == want_sent
+        for own, *others in calls if attention == "ring" else ():
             assert own == (8, 8, True) and len(others) == N - 1
             assert all(queries * keys == 32 and not causal for queries, keys, causal in others)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import collectives as c
 from mesh import Mesh
-from tests.harness import HANG, command, ranks, start_thread
+from tests.harness import HANG, ranks, start, start_thread
 from tests.test_collectives import every_collective
 from transport import shared_memory
 from transport.background import Background
@@ -150,10 +150,7 @@ def test_ranks_that_cannot_share_memory_talk_through_gloo(road):
                          and places[peer] == places[rank]]
 
 
-def test_a_machine_that_forbids_shared_memory_has_none_and_users_do_not_share():
-    mine = shared_memory.machine()
-    with patch.object(os, "getuid", lambda: 12345):
-        assert shared_memory.machine() != mine
+def test_a_machine_that_forbids_shared_memory_has_none():
     with patch.object(os, "memfd_create", side_effect=PermissionError):
         assert shared_memory.machine() is None
 
@@ -197,65 +194,64 @@ def test_a_peer_that_died_or_stopped_ends_a_wait_with_one_line(road, dies, timeo
 
 
 KNOCK = """
-import socket, sys
-for _ in range(int(sys.argv[2])):
+import itertools, socket, sys
+for number in itertools.count(1):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect("\\0nanoparallel-" + sys.argv[1])
         assert stranger.recv(1) == b"", "let in"
+    if number == 500:
+        print(flush=True)
 """
 
 
-def _behind_strangers(rank, timeout, knocks, comes):
-    """Strangers knock at rank 0's door before rank 1 does, which may never come. Returns the sum of
-    what the ranks have, and how many files their group has open; or the line of an error."""
+def _behind_strangers(rank, timeout, comes):
+    """A stranger of the same user, who says nothing, knocks at rank 0's door again and again.
+    Rank 1 comes after the stranger's 500th time, or never. Returns the sum of what the ranks have,
+    or the line of an error."""
     doors = []
 
     def told(communicator, card, tell_all=shared_memory.tell_all):
         cards = tell_all(communicator, card)
         doors.extend(name for _, _, name in cards)
         if rank == 1:
-            knocking = command("-c", KNOCK, doors[0], knocks)
+            stranger = start("-c", KNOCK, doors[0])
+            assert stranger.stdout.readline()
             if not comes:
+                stranger.wait()  # until rank 0 has closed its door
                 raise RuntimeError("does not come")
-            assert knocking.returncode == 0, knocking.stderr
         return cards
 
-    files = open_files()
     try:
         with patch.object(shared_memory, "tell_all", told):
             group = Mesh(dp=2, timeout=timeout).world
     except c.CommunicationError as error:
         return str(error)
-    files = open_files() - files
     with (pytest.raises(ConnectionRefusedError),  # once the peers are in, nobody is
           socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late):
         late.connect(f"\0nanoparallel-{doors[0]}")
-    return c.all_reduce(torch.ones(1), group).item(), files
+    return c.all_reduce(torch.ones(1), group).item()
 
 
-def test_strangers_are_not_let_in_and_cost_nothing():
-    """500 of the same user, who say nothing: each is shown out before the peer comes."""
-    after_strangers, alone = (ranks(2, _behind_strangers, 60, knocks, True) for knocks in (500, 0))
-    assert after_strangers == alone and alone[0][0] == 2
+@pytest.mark.parametrize("timeout,comes,want", [
+    (60, True, 2), (2, False, "rank 0: joining group world: not within 2 s")])
+def test_strangers_are_not_let_in_and_a_peer_that_never_comes_is_given_up(timeout, comes, want):
+    assert ranks(2, _behind_strangers, timeout, comes)[0] == want
 
 
-@pytest.mark.parametrize("knocks", [10**9, 0])
-def test_a_peer_that_never_connects_is_given_up_after_the_timeout(knocks):
-    """Strangers that knock all the time do not put the end off."""
-    line, _ = ranks(2, _behind_strangers, 2, knocks, False)
-    assert line == "rank 0: joining group world: not within 2 s"
-
-
-def test_a_process_of_another_user_is_a_stranger():
+def test_a_process_of_another_user_is_a_stranger_and_shares_no_memory():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine = shared_memory.machine()
     with ours, theirs:
         assert shared_memory.process_at(ours) == os.getpid()
         with patch.object(os, "getuid", lambda: 12345):
             assert shared_memory.process_at(ours) is None
+            assert shared_memory.machine() != mine
 
 
 # ---- work in the background ----
 
+
+@pytest.fixture
 def background():
     """A Background of a rank that has several cores."""
     runner = Background(torch.device("cpu"))
@@ -281,11 +277,11 @@ def test_without_a_core_for_it_a_function_runs_when_it_is_waited_for_and_others_
     assert ran == [0, 1, 2, 3, 4]
 
 
-def test_functions_run_in_order_while_their_caller_goes_on():
+def test_functions_run_in_order_while_their_caller_goes_on(background):
     """The first function ends only when the caller, who has started them all, lets it."""
-    runner, go_on, ran = background(), threading.Event(), []
-    runner.start(lambda: ran.append(go_on.wait(HANG)))
-    waits = [runner.start(ran.append, i) for i in range(200)]
+    go_on, ran = threading.Event(), []
+    background.start(lambda: ran.append(go_on.wait(HANG)))
+    waits = [background.start(ran.append, i) for i in range(200)]
     assert not ran
     go_on.set()
     waits[-1]()
@@ -293,15 +289,15 @@ def test_functions_run_in_order_while_their_caller_goes_on():
     waits[-1]()  # a second call returns at once
 
 
-def test_an_error_is_raised_at_the_wait_and_all_that_comes_later_fails_with_it():
+def test_an_error_is_raised_at_the_wait_and_all_that_comes_later_fails_with_it(background):
     """The groups are out of step with those of other ranks then."""
     def fail():
         raise c.CommunicationError("the peer has gone")
 
-    runner, ran = background(), []
-    fine, failing, later = (runner.start(ran.append, 1), runner.start(fail),
-                            runner.start(ran.append, 2))
-    for wait in (failing, failing, later, runner.start(ran.append, 3)):
+    ran = []
+    fine, failing, later = (background.start(ran.append, 1), background.start(fail),
+                            background.start(ran.append, 2))
+    for wait in (failing, failing, later, background.start(ran.append, 3)):
         with pytest.raises(c.CommunicationError, match="^the peer has gone$"):
             wait()
     fine()
