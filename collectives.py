@@ -263,8 +263,8 @@ def all_to_all(outputs, inputs, group):
     wait_all(works)
 
 
-# ---- with a root: one rank that has the tensor at first, or the result at last ----
-# (Nothing here trains with these four. They complete the family.)
+# ---- from a root: one rank that has the tensor at first ----
+# (train.py needs neither: each rank draws or reads its own slices. extras/your_model.py does.)
 
 
 def scatter(tensor, group, root=0):
@@ -277,22 +277,7 @@ def scatter(tensor, group, root=0):
     return tensor
 
 
-def gather(tensor, group, root=0):
-    """In: on rank r, chunk r is valid. Out: `root` has all chunks; other ranks' are unchanged."""
-    chunks = flat_view(tensor).tensor_split(group.size)
-    if group.rank == root:
-        wait_all([group.recv(chunk, r) for r, chunk in enumerate(chunks) if r != root])
-    else:
-        group.send(chunks[group.rank], root).wait()
-    return tensor
-
-
 def broadcast(tensor, group, root=0):
     """In: `root` a full tensor. Out: every rank has it. (Were the whole tensor sent to each rank,
     `root` would send n (N-1) bytes.)"""
     return all_gather(scatter(tensor, group, root), group)
-
-
-def reduce(tensor, group, root=0, combine=torch.Tensor.add_):
-    """In: every rank a full tensor. Out: `root` has the sum; other ranks' tensors are undefined."""
-    return gather(reduce_scatter(tensor, group, combine), group, root)

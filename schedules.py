@@ -124,10 +124,10 @@ SCHEDULES = {
 }
 
 
-def placement(name, P, v=0):
+def placement(name, P):
     """The list `where`: where[s] is the rank of stage s. P = 3: 0 1 2; with two stages per rank
-    0 1 2 0 1 2. v: stages per rank; 0: as many as the schedule declares."""
-    return [s % P for s in range(P * (v or SCHEDULES[name].stages_per_rank))]
+    0 1 2 0 1 2."""
+    return [s % P for s in range(P * SCHEDULES[name].stages_per_rank)]
 
 
 def cut(costs, n):
@@ -175,24 +175,23 @@ class Action(NamedTuple):
         return f"{self.kind}(stage {self.stage}, microbatch {self.microbatch})"
 
 
-def make_schedule(name, P, m, v=0):
-    """One list of Actions per rank, for P ranks and m microbatches. v: stages per rank; 0: as many
-    as the schedule declares."""
+def make_schedule(name, P, m):
+    """One list of Actions per rank, for P ranks and m microbatches."""
     assert not SCHEDULES[name].in_rounds or m % P == 0, "whole rounds of P microbatches"
-    v = v or SCHEDULES[name].stages_per_rank
-    return [actions_of(name, P, m, v, rank) for rank in range(P)]
+    return [actions_of(name, P, m, rank) for rank in range(P)]
 
 
-def actions_of(name, P, m, v, rank):
+def actions_of(name, P, m, rank):
     """One rank's list. interleaved, P = 2, v = 2, rank 0, which has stages 0 and 2: the first
     ("F", 1) becomes F(stage 2, microbatch 0), the second F(stage 2, microbatch 1). B and I count
     together, because each is a microbatch's backward; W takes the oldest microbatch between I and
     W. So "B" "I" "W" are B of microbatch 0, I of microbatch 1, W of microbatch 1."""
-    stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
+    stages = [s for s, owner in enumerate(placement(name, P)) if owner == rank]
     count = Counter()  # count["F", s]: number of forwards of stage s so far
     waiting = {s: deque() for s in stages}  # stage -> microbatches between I and W
     actions = []
-    for entry in SCHEDULES[name].actions(P, m, v, rank):
+    schedule = SCHEDULES[name]
+    for entry in schedule.actions(P, m, schedule.stages_per_rank, rank):
         kind, number = entry if isinstance(entry, tuple) else (entry, 0)
         s = stages[number]
         if kind == "W" and waiting[s]:

@@ -11,18 +11,14 @@ from unittest.mock import MagicMock, Mock, call, patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import collectives as c
-import model
 import train
 from context_parallel import CUDNN, EFFICIENT, FLASH, choose_kernel, kernel, kernel_backward
 from mesh import Mesh
-from sizes import config_of
 from test_all import differences
-from tests.first_gpu import GPT2, VOCAB
-from tests.harness import TOLERANCE, flags_of, in_layout, make_trainer
+from tests.counts import Counting, count_step
+from tests.harness import TOLERANCE, in_layout, make_trainer
 from transport.background import Background
 from transport.nccl import Nccl
 
@@ -137,17 +133,12 @@ def test_the_background_of_a_gpu_waits_for_what_was_computed_and_is_waited_for_b
 # ---- the host launches, and waits nowhere but where it reads ----
 
 
-class Host(TorchDispatchMode):
-    """Counts the operations that the host launches on a GPU. Refuses those that make it wait for
-    the GPU: item(), bool(), float(), equal(), and indices whose number the GPU has to tell."""
+class Host(Counting):
+    """Refuses what makes the host wait for a GPU: item(), bool(), float(), equal(), and indices
+    whose number the GPU has to tell."""
 
     _should_skip_dynamo = classmethod(lambda cls: False)  # True would import the compiler
     WAITS = ("_local_scalar_dense", "is_nonzero", "item", "nonzero", "equal", "masked_select")
-
-    def __init__(self):
-        super().__init__()
-        self.launched = 0
-        self.with_host_tensor = []  # operations for which a GPU would wait for the host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -155,14 +146,7 @@ class Host(TorchDispatchMode):
             name == "index") else []
         if name in self.WAITS or masks:
             raise AssertionError(f"{func} makes the host wait")
-        no_meta_kernel = func is torch.ops.aten.addmm.dtype_out  # in torch 2.11
-        result = kwargs["out"] if no_meta_kernel else func(*args, **(kwargs or {}))
-        if any(x.device.type == "cpu" and x.dim() > 0 for x in tree_leaves((args, kwargs, result))
-               if isinstance(x, torch.Tensor)):
-            self.with_host_tensor.append(name)
-        if not func.is_view and not name.startswith(("empty", "new_empty", "detach", "_unsafe_")):
-            self.launched += 1
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def at_once(background, function, *args):
@@ -186,34 +170,11 @@ def test_a_step_makes_the_host_wait_nowhere(corpus, layout):
     in_layout(layout, corpus, _step)
 
 
-class Flash(torch.autograd.Function):
-    """causal_attention by a GPU's kernel: on meta tensors torch would take plain formulas."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, lse, ctx.rest = kernel(FLASH, q, k, v, True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        return kernel_backward(FLASH, grad, q, k, v, out, lse, ctx.rest, True)
-
-
 def test_a_step_of_gpt2_takes_no_tensor_of_the_host_and_at_most_800_operations():
-    """GPT-2 124M without --compile, on the meta device: 763 of torch 2.13. (An operation that
-    computes is about a kernel.)"""
-    cfg = flags_of(GPT2.split(), "")
-    config = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, Mesh("meta"), config,
-                            lambda tag: torch.empty(tag.slice_shape, device="meta"))
-    ids = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.long, device="meta")
-    with (patch.object(model, "causal_attention", Flash.apply), Host() as host,
-          patch.object(torch.Tensor, "is_cuda", True)):
-        trainer.step([(ids, ids)], cfg.lr)
-    assert not host.with_host_tensor
-    assert 500 < host.launched < 800
+    """GPT-2 124M without --compile: 763 of torch 2.13. The host launches each one."""
+    counting, _ = count_step()
+    assert not counting.of_host
+    assert 500 < counting.kernels.total() < 800
 
 
 # ---- a read ----
