@@ -112,8 +112,8 @@ def test_an_exercise_is_emptied_judged_and_brought_back(clone):
     assert file.read_text() == whole
 
 
-# The quick run of the tests of techniques. (Left out: tests that read the text of the repository, or
-# that share the checkpoint of one run. They can be red without running the function)
+# The quick run of the tests of techniques. (Left out are tests that read the repository's text, or
+# share the checkpoint of one run: they can be red without running the function)
 TESTS = [*(f"tests/test_{name}.py" for name in (
             "collectives", "experts", "layouts", "models", "optimizer", "schedules", "sequences",
             "zero")),
