@@ -150,7 +150,7 @@ def test_exactly_the_tests_that_run_an_empty_body_are_red(clone, name):
     rows = [row.split("\t") for row in (clone / "rows").read_text().splitlines()]
     red = [test for test, failed, _ in rows if failed == "True"]
     assert red == [test for test, _, reached in rows if reached == "True"]
-    assert done.returncode == 1 and 0 < len(red) < len(rows), done.stdout[-3000:]
+    assert done.returncode == bool(red) and len(red) < len(rows), done.stdout[-3000:]
     judged = [command(*shlex.split(one)[1:], cwd=clone) for one in line.split(" && ")]
     assert 1 in [done.returncode for done in judged]
 
