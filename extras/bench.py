@@ -5,7 +5,8 @@ weights and data.
         --quick                              does each row run? small models, tensors, two turns:
                                              the figures mean nothing
         --only zero                          rows with that in their name
-        --picotron FOLDER --nanogpt FOLDER   whole trainers, too, from their files (peers.py)
+        --picotron FOLDER --nanogpt FOLDER   whole trainers, too, from clones of theirs
+                                             (huggingface/picotron, karpathy/nanoGPT)
 
 A row has two sides in the same processes: two step functions that take turns, each turn after a
 barrier. A turn is one step (ZeRO-1: four; a small tensor's collective: several), and its time is
@@ -19,13 +20,20 @@ that needs most, buffers shared with other ranks included.
 
 import ctypes
 import gc
+import importlib.util
+import io
+import itertools
 import os
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -46,7 +54,6 @@ from torch.distributed.tensor.parallel import (
 import collectives
 import train
 from experts import kind_of
-from extras import peers
 from model import build, cross_entropy
 from optimizer import BETAS
 from run.flags import Parser, check_device, check_layout, parse
@@ -103,10 +110,6 @@ class Job:
     def whole_model(self):
         """Our model, not split, with the initial weights with which both sides begin."""
         return build(self.config, self.cfg.seed, kind=kind_of(self.config))
-
-    def drain(self):
-        """Wait for our messages, which may still travel after a step."""
-        self.mesh.background.start(lambda: None)()  # runs after all that was started before
 
 
 # ---- both sides: a function of a Job returns a step function ----
@@ -313,6 +316,139 @@ def threads(job):
     return threaded
 
 
+# ---- whole trainers that a user might pick instead ----
+# Imported from folders that have their files: nothing of theirs is in this repository or is changed
+
+# What picotron imports and a step on CPUs never calls: kernels, downloads, data sets, the log
+STAND_INS = ("flash_attn.flash_attn_interface", "flash_attn.layers.rotary",
+             "flash_attn.ops.triton.layer_norm", "huggingface_hub", "datasets", "transformers",
+             "safetensors", "wandb")
+
+
+def load(name, path):
+    """The module in this file, under a name of ours: their model.py and train.py are not ours."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_picotron(folder, rank):
+    """picotron's train.py, with all that it imports from its other files."""
+    # picotron reads its choices from the environment
+    os.environ.update(DEVICE="cpu", DTYPE="float32", FLASH_ATTEN="0", LOCAL_RANK=str(rank))
+    for name in STAND_INS:
+        sys.modules[name] = MagicMock()
+    torch.cuda.synchronize = lambda: None  # picotron's pipeline calls this after each message
+    sys.path.insert(0, str(folder))
+    return load("picotron_train", folder / "train.py")
+
+
+class Batches:
+    """In the place of picotron's data loader: gives the microbatches of a step again and again."""
+
+    def __init__(self, microbatches):
+        self.grad_acc_steps = len(microbatches)
+        self.microbatches = itertools.cycle(microbatches)
+
+    def __next__(self):
+        ids, targets = next(self.microbatches)
+        return {"input_ids": ids, "target_ids": targets, "hidden_states": None,
+                "position_ids": torch.arange(ids.size(1))}
+
+
+def picotron_weights(ours):
+    """{picotron's name of a module: (its whole matrix, the dim that tensor ranks split)}; a norm,
+    which is not split, has None. ours: a whole Llama (llama.py)."""
+    first, *blocks, last = ours.layers
+    found = {"embedding": (first.wte.weight, 0), "final_norm": (last.ln_f.weight, None),
+             "final_proj": (last.lm_head.weight, 0)}
+    for i, block in enumerate(blocks):
+        q, k, v = block.attn.c_attn.weight.split(block.attn.parts)
+        gate, up = block.mlp.c_fc.weight.split(block.mlp.parts)
+        here = {"input_layernorm": (block.ln_1.weight, None), "attention.q_proj": (q, 0),
+                "attention.k_proj": (k, 0), "attention.v_proj": (v, 0),
+                "attention.out_proj": (block.attn.c_proj.weight, 1),
+                "post_attention_layernorm": (block.ln_2.weight, None),
+                "mlp.gate_proj": (gate, 0), "mlp.up_proj": (up, 0),
+                "mlp.down_proj": (block.mlp.c_proj.weight, 1)}
+        found |= {f"decoder_layers.{i}.{name}": pair for name, pair in here.items()}
+    return found
+
+
+def picotron(job):
+    """picotron's Llama, tensor-parallel layers, 1F1B, DataParallelBucket, train_step, and AdamW as
+    its train.py makes it: not fused, no clipping."""
+    cfg, config = job.cfg, job.config
+    theirs = load_picotron(Path(job.args.picotron).resolve(), job.rank)
+    theirs.setup_process_group_manager(cfg.tp, cfg.cp, cfg.pp, cfg.dp)
+    ranks = theirs.pgm.process_group_manager
+    model = theirs.Llama(SimpleNamespace(
+        vocab_size=config.vocab_size, max_position_embeddings=config.block_size,
+        hidden_size=config.n_embd, num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
+        intermediate_size=config.n_hidden, rope_theta=config.rope_theta,
+        rms_norm_eps=config.norm_eps))
+    if cfg.tp > 1:
+        model = theirs.apply_tensor_parallel(model)
+    if cfg.pp > 1:
+        model = theirs.PipelineParallel(model, model.model_config)
+    weights = picotron_weights(job.whole_model())
+    for name, param in model.named_parameters():
+        whole, dim = weights[name.removesuffix(".weight")]
+        mine = whole if dim is None else whole.chunk(cfg.tp, dim)[ranks.tp_rank]
+        param.data.copy_(mine)
+    if cfg.dp > 1:
+        model = theirs.DataParallelBucket(model)
+    optimizer = theirs.AdamW(model.parameters(), lr=cfg.lr)
+    batches = Batches(job.batches)
+    device = torch.device("cpu")
+    shape = (cfg.batch_size // cfg.dp // cfg.microbatches, config.block_size, config.n_embd)
+
+    def step():
+        optimizer.zero_grad()
+        if cfg.pp > 1:
+            loss = theirs.train_step_pipeline_1f1b(model, batches, shape, device, torch.float32)
+        else:
+            loss = theirs.train_step(model, batches, device)
+        loss = theirs.average_loss_across_dp_cp_ranks(loss, device)
+        optimizer.step()
+        if cfg.dp > 1:
+            model.reset()
+        # All replicas and tensor ranks of the last stage have the same mean; others have 0
+        return loss / (cfg.dp * cfg.tp)
+
+    return step
+
+
+class NanoGPT(nn.Module):
+    """Sums the loss of nanoGPT's model over the tokens, as loop() expects."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, targets):
+        _, loss = self.model(ids.contiguous(), targets.contiguous())
+        return loss * targets.numel()
+
+
+def nanogpt(job):
+    """nanoGPT's GPT and its optimizer. One process."""
+    cfg, config = job.cfg, job.config
+    theirs = load("nanogpt_model", Path(job.args.nanogpt, "model.py"))
+    with redirect_stdout(io.StringIO()):  # it prints its number of parameters
+        model = theirs.GPT(theirs.GPTConfig(
+            block_size=config.block_size, vocab_size=config.vocab_size, n_layer=config.n_layer,
+            n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=True))
+        optimizer = model.configure_optimizers(cfg.weight_decay, cfg.lr, BETAS, "cpu")
+    params = dict(model.named_parameters())
+    for name, param in job.whole_model().canonical_parameters():
+        params[name].data.copy_(param)
+    return loop(job, NanoGPT(model), optimizer)
+
+
 # ---- the rows ----
 # Data parallelism is raced where computing rules and where messages rule; pipelines and tensor
 # parallelism where computing rules and where layers are tiny
@@ -339,7 +475,7 @@ ROWS = [
     Row("tensor parallel, Llama", 2, "compute", dtensor, LLAMA),
     Row("context parallel", 2, "long", threads, "--cp 2"),
     # Whole trainers. Each replica has 8 sequences, or 2
-    *(Row(f"picotron {name}", n, size, peers.picotron, f"{PICOTRON} {layout}", vocab_size=1024,
+    *(Row(f"picotron {name}", n, size, picotron, f"{PICOTRON} {layout}", vocab_size=1024,
           untied=True) for name, n, size, layout in (
         ("one process", 1, "whole", ""),
         ("dp 2", 2, "whole", "--dp 2 --batch-size 16"),
@@ -348,7 +484,7 @@ ROWS = [
         ("pp 2", 2, "whole", "--pp 2 --microbatches 4"),
         ("dp 2 tp 2 pp 2", 8, "whole",
          "--dp 2 --tp 2 --pp 2 --microbatches 4 --batch-size 16"))),
-    Row("nanoGPT one process", 1, "whole", peers.nanogpt, vocab_size=1024),
+    Row("nanoGPT one process", 1, "whole", nanogpt, vocab_size=1024),
 ]
 
 
@@ -381,7 +517,7 @@ def race(row, rank, args):
         """Take steps of one side. No message travels when this returns."""
         for _ in range(num_steps):
             loss = steps[side]()
-        job.drain()
+        job.mesh.background.start(lambda: None)()  # returns after all that was started before
         return loss
 
     def seconds_of_turn(side):
@@ -443,7 +579,7 @@ def main():
     parser.add_argument("--picotron", default="", metavar="FOLDER", help="a checkout of picotron")
     parser.add_argument("--nanogpt", default="", metavar="FOLDER", help="a checkout of nanoGPT")
     args = parser.parse_args()
-    given = {peers.picotron: args.picotron, peers.nanogpt: args.nanogpt}
+    given = {picotron: args.picotron, nanogpt: args.nanogpt}
     for folder in filter(None, given.values()):
         if not Path(folder, "train.py").is_file():
             parser.error(f"{folder} has no train.py; give the folder of a checkout")

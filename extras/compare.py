@@ -23,13 +23,12 @@ import tempfile
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 FITS_NONE = "fits none of these"
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # in parts of the largest number
-COARSE = 2e-2  # the tolerance of numbers of 16 bits
+# In parts of the largest number
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
 # ---- record ----
@@ -109,71 +108,59 @@ def fitting(got, rows, tolerance):
                        if abs(got - number) <= tolerance * abs(number))
 
 
-# ---- gradients: which weights of which terms add up to a tensor ----
+# ---- gradients: a factor, or terms that count too often or not at all ----
+
+NOTHING = (FITS_NONE, "")  # (how a tensor differs, the table's words for it; "": it has none)
 
 
-class Fit(NamedTuple):
-    fact: str  # how a tensor differs
-    cause: str  # the table's words for the fact; "": it has none
+def near(got, want, tolerance):
+    return (got - want).norm() <= 10 * tolerance * want.norm()
 
 
-NOTHING = Fit(FITS_NONE, "")
-
-
-def solve(target, columns, tolerance):
-    """{label: weight}, the weights with which the columns {label: vector} add up to the target.
-    None: no weights do, or several."""
-    matrix = torch.stack([*columns.values()], 1)  # (elements, columns)
-    sizes = matrix.norm(dim=0)
-    if len(target) < 2 * len(columns) or not (target.isfinite().all() and matrix.isfinite().all()):
-        return None
-    if torch.linalg.svdvals(matrix / sizes).min() < math.sqrt(tolerance):
-        return None
-    weights = torch.linalg.lstsq(matrix / sizes, target.unsqueeze(1)).solution.flatten() / sizes
-    rest = (matrix @ weights - target).norm()
-    if rest > 10 * tolerance * max(sizes.max(), target.norm()):
-        return None
-    return dict(zip(columns, weights.tolist(), strict=True))
-
-
-def counts(got, want, columns, tolerance):
-    """{label: how often `got` counts the column, where `want` counts it once}. None if the columns
-    do not add up to both, or if all count once, so that they do not tell the difference."""
+def counts(got, want, terms, tolerance):
+    """{label: how often `got` counts the term}. None if the terms do not add up to `want`, or if no
+    weights, or several, make them `got`."""
     distinct = {}  # without zeros and copies: T tensor ranks may have one term
-    for label, column in columns.items():
-        near = 10 * tolerance * column.norm()
-        if column.any() and all((column - other).norm() > near for other in distinct.values()):
-            distinct[label] = column
-    right = distinct and solve(want, distinct, tolerance)
-    found = right and solve(got, distinct, tolerance)
-    slack = math.sqrt(tolerance)
-    if not found or min(map(abs, right.values())) < slack:
+    for label, term in terms.items():
+        if term.any() and not any(near(term, other, tolerance) for other in distinct.values()):
+            distinct[label] = term
+    if not distinct or len(got) < 2 * len(distinct) or not got.isfinite().all():
         return None
-    ratios = {label: found[label] / right[label] for label in distinct}
-    ratios = {label: round(ratio) if abs(ratio - round(ratio)) < slack else ratio
-              for label, ratio in ratios.items()}
-    return None if all(ratio == 1 for ratio in ratios.values()) else ratios
-
-
-def explain_gradient(got, want, columns, rank, rows, tolerance):
-    """The Fit of a gradient of this rank. columns: its terms, {(whose, microbatch): vector}. rows:
-    factors() of the layout."""
+    total = sum(distinct.values())
+    share = total @ want / (total @ total)  # 1; 1/D if the trainer averages over D ranks
+    if not near(share * total, want, tolerance):
+        return None
+    matrix = torch.stack([share * term for term in distinct.values()], 1)  # (elements, terms)
+    sizes = matrix.norm(dim=0)
     slack = math.sqrt(tolerance)
-    ratios = (counts(got, want, columns, tolerance)
-              or counts(got, want, {(rank, 0): want}, tolerance))
-    if not ratios:
+    if torch.linalg.svdvals(matrix / sizes).min() < slack:
+        return None
+    weights = torch.linalg.lstsq(matrix / sizes, got.unsqueeze(1)).solution.flatten() / sizes
+    if not near(matrix @ weights, got, tolerance):
+        return None
+    return {label: round(weight) if abs(weight - round(weight)) < slack else weight
+            for label, weight in zip(distinct, weights.tolist(), strict=True)}
+
+
+def explain_gradient(got, want, terms, rank, rows, tolerance):
+    """(how a gradient of this rank differs, its cause). terms: {(rank, microbatch): vector}. rows:
+    factors() of the layout."""
+    if near(got, want, tolerance):
         return NOTHING
-    least, most = min(ratios.values()), max(ratios.values())
-    if most - least <= slack * max(abs(least), abs(most)):
-        return Fit(f"{most:.6g} times ONE's", fitting(most, rows, slack))
-    others = [ratio for (whose, _), ratio in ratios.items() if whose != rank]
+    factor = (got @ want / (want @ want)).item()
+    if len(got) > 1 and near(got, factor * want, tolerance):
+        return f"{factor:.6g} times ONE's", fitting(factor, rows, math.sqrt(tolerance))
+    times = counts(got, want, terms, tolerance)
+    if not times:
+        return NOTHING
+    others = [number for (whose, _), number in times.items() if whose != rank]
     if others and not any(others):
-        return Fit("this rank's own terms only", "not summed over the ranks")
-    words = {}  # whose -> how often, of each microbatch
-    for (whose, _), ratio in sorted(ratios.items()):
-        words[whose] = words.get(whose, f"{whose}:") + f" {ratio:.4g}"
-    return Fit(f"terms of microbatches count ({', '.join(words.values())}) times",
-               "each has to count once")
+        return "this rank's own terms only", "not summed over the ranks"
+    words = {}  # rank -> how often, of each microbatch
+    for (whose, _), number in sorted(times.items()):
+        words[whose] = words.get(whose, f"rank {whose}:") + f" {number:.4g}"
+    return (f"terms of microbatches count ({', '.join(words.values())}) times",
+            "each has to count once")
 
 
 # ---- checks: each returns the lines that say how OTHER differs, none if it is equal ----
@@ -184,46 +171,41 @@ def pieces(full, dim, ranges):
     return [full.narrow(dim, start, stop - start) for start, stop in ranges] or [full]
 
 
-def cut(saved, dim, ranges):
-    """A rank's slice of a tensor that ONE has saved, flattened, in float64."""
-    parts = pieces(saved[0].double(), dim, ranges)
-    return (torch.cat(parts, dim) if ranges else parts[0]).flatten()
-
-
 def check_tensors(kind, one, ranks, explain=lambda *_: NOTHING):
-    """explain(name, rank, got, want, tolerance): the Fit of a tensor that differs."""
-    largest = max(full.abs().max().item() for full, *_ in one[kind].values())
-    absent = {name: torch.ones_like(full, dtype=torch.bool)
-              for name, (full, *_) in one[kind].items()}
-    alike = {}  # Fit -> {(name, rank): the largest difference, in parts of the largest number}
+    """explain(name, rank, got, want, tolerance): how a tensor differs, and its cause."""
+    full = {name: tensor.double() for name, (tensor, *_) in one[kind].items()}
+    largest = max(tensor.abs().max().item() for tensor in full.values())
+    absent = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in full.items()}
+    differing = {}  # (fact, cause) -> [(name, rank, difference)]
     for rank, saved in ranks.items():
-        for name, (tensor, *where) in saved[kind].items():
+        for name, (tensor, dim, ranges) in saved[kind].items():
             got = tensor.double().flatten()
-            if name not in absent or len(got) != len(want := cut(one[kind][name], *where)):
+            want = torch.cat(pieces(full[name], dim, ranges), dim) if name in full else got[:0]
+            want = want.flatten()
+            if len(got) != len(want):
                 return [f"{name} on rank {rank}: ONE has none of this name and shape"]
-            for piece in pieces(absent[name], *where):
+            for piece in pieces(absent[name], dim, ranges):
                 piece.fill_(False)
-            size = torch.cat([want.abs(), want.new_tensor([1e-3 * largest])]).max().item()
-            error = (got - want).norm(p=math.inf).item() / size if len(got) else 0
-            tolerance = TOLERANCE.get(tensor.dtype, COARSE)
+            size = max(want.abs().max().item(), 1e-3 * largest)
+            error = (got - want).abs().max().item() / size
+            tolerance = TOLERANCE[tensor.dtype]
             if not error <= tolerance:  # a nan is not
-                fit = explain(name, rank, got, want, tolerance)
-                alike.setdefault(fit, {})[name, rank] = error
+                differing.setdefault(explain(name, rank, got, want, tolerance), []).append(
+                    (name, rank, error))
     lines = [f"{name}: no rank has {int(elements.sum())} of its {elements.numel()} elements"
              for name, elements in absent.items() if elements.any()]
     # What fits none may be the cause of the others: then facts, but no causes
-    known = all(fit.cause for fit in alike)
-    if alike:
-        differ = {name for errors in alike.values() for name, _ in errors}
-        lines.append(f"{len(differ)} of {len(one[kind])}" + ("" if known else f": {FITS_NONE}"))
-    for fit, errors in alike.items():
-        names = dict.fromkeys(name for name, _ in errors)
-        kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name in names)
-        on = sorted({rank for _, rank in errors})
-        (first, rank), error = next(iter(errors.items()))
-        lines += [f"{fit.fact}: {fit.cause}" if known else fit.fact,
-                  f"    {'all' if len(names) == len(one[kind]) else ' '.join(kinds)}",
-                  f"    on ranks {' '.join(map(str, on))}; {first} on rank {rank} is off by "
+    known = all(cause for _, cause in differing)
+    if differing:
+        names = {name for found in differing.values() for name, *_ in found}
+        lines.append(f"{len(names)} of {len(full)}" + ("" if known else f": {FITS_NONE}"))
+    for (fact, cause), found in differing.items():
+        names = dict.fromkeys(re.sub(r"\d+", "*", name) for name, *_ in found)
+        on = sorted({rank for _, rank, _ in found})
+        name, rank, error = found[0]
+        lines += [f"{fact}: {cause}" if known else fact,
+                  f"    {' '.join(names)}",
+                  f"    on ranks {' '.join(map(str, on))}; {name} on rank {rank} is off by "
                   f"{error:.1e} of its largest number"]
     return lines
 
@@ -231,12 +213,11 @@ def check_tensors(kind, one, ranks, explain=lambda *_: NOTHING):
 def check_gradients(one, ranks):
     def explain(name, rank, got, want, tolerance):
         where = ranks[rank]["gradients"][name][1:]
-        columns = {}
-        for other in sorted(ranks, key=lambda other: other != rank):  # own terms first
-            for k, term in enumerate(ranks[other]["terms"]):
-                if name in term and term[name][1:] == where:
-                    columns[f"rank {other}", k] = term[name][0].double().flatten()
-        return explain_gradient(got, want, columns, f"rank {rank}", rows, tolerance)
+        own_first = sorted(ranks, key=lambda other: other != rank)
+        terms = {(other, k): term[name][0].double().flatten() for other in own_first
+                 for k, term in enumerate(ranks[other]["terms"])
+                 if name in term and term[name][1:] == where}
+        return explain_gradient(got, want, terms, rank, rows, tolerance)
 
     rows = factors(one, ranks)
     return check_tensors("gradients", one, ranks, explain)
@@ -266,7 +247,7 @@ def check_tokens(one, ranks):
 
 def check_number(kind, want, one, ranks, rows):
     """rows(rank): {words of the table: what the number would be}"""
-    tolerance = max(TOLERANCE.get(full.dtype, COARSE) for full, *_ in one["gradients"].values())
+    tolerance = max(TOLERANCE[full.dtype] for full, *_ in one["gradients"].values())
     for rank, saved in ranks.items():
         got = saved[kind]
         if got is not None and not abs(got - want) <= tolerance * abs(want):  # a nan is not

@@ -179,8 +179,9 @@ class Rank:
         # Experts' counts for each sequence, which --sp and --cp sum
         counts = 2 * forwards * self.blocks * self.sequences * model.n_experts * self.wide
 
-        # In halves of all-reduces of an activation: a block has 2 forward and 2 backward for each
-        # of attention and MLP, each end one and one. Recompute needs none after the last product
+        # Halves of all-reduces of an activation: 2 in forward and 2 in backward for each block's
+        # attention and for its MLP, 1 in forward and 1 in backward for each end of the model.
+        # Recompute needs none after a block's last product
         halves = 4 if model.n_experts else 8
         if x.recompute:
             halves += 3 if x.sp and not model.n_experts else 2
@@ -438,29 +439,23 @@ ROW = ("{:>4} {:>2} {:>2} {:>2} {:>2} {:>4} {:11} {:>4} {:>2} {:5} | {:>4} {:>4}
 
 def show(model, gpus, gpu, batch_size):
     found = search(model, gpus, gpu, batch_size)
-    best, by_stages = {}, {}  # the fastest layout of each place; of each P
+    best = {}  # the fastest layout of each split
     for row in found:
         x = row[1]
         best.setdefault((x.dp, x.tp, x.pp, x.cp, x.ep), row)
-        by_stages.setdefault(x.pp, row)
     whole = Rank(model, Config(dp=1, microbatches=1), 0)
     print(f"{(whole.others + whole.blocks * whole.experts) / 1e9:.1f}e9 parameters, "
           f"{batch_size * model.block_size:,} tokens per step, sequences of {model.block_size}, 16 "
           f"bits. {len(found)} layouts fit; the fastest {ROWS}, one for each split.\nBetween the "
           "bars: GB that the fullest rank holds; GB that the slowest sends in a step\n")
     print(ROW.format(*COLUMNS))
-    for place, (seconds, x, held, bubble, sent) in [*best.items()][:ROWS]:
+    for split, (seconds, x, held, bubble, sent) in [*best.items()][:ROWS]:
         gb = [f"{nbytes / 1e9:.1f}" for nbytes in (*held.values(), sum(held.values()),
                                                    *sent.values())]
         mfu = ideal_seconds(model, gpus, gpu, batch_size) / seconds
-        print(ROW.format(*place, x.zero, x.schedule, x.microbatches,
+        print(ROW.format(*split, x.zero, x.schedule, x.microbatches,
                          batch_size // (x.dp * x.microbatches), "all" if x.recompute else "-", *gb,
                          f"{bubble:.1%}", f"{seconds:.2f}", f"{mfu:.0%}"))
-    # Alpa (arXiv 2201.12023): how to split between operators, and how within? Our blocks are all
-    # alike, so all stages are split alike, and P is the only choice between operators
-    print("\nbetween operators pp, within them dp x tp: " + "; ".join(
-        f"{P}: {x.dp} x {x.tp} in {seconds:.2f} s"
-        for P, (seconds, x, *_) in sorted(by_stages.items())))
 
 
 def main():

@@ -1,8 +1,9 @@
 """extras/exercise.py and the page of exercises: the command that judges an exercise is green as the
-repository is, and red for an empty body and for each of two wrong ones.
+repository is, and red for an empty body and for each of two wrong ones; of the other tests exactly
+those that run an empty body are red.
 
-Bodies are planted into this process and its ranks, and commands run in it: of 64 fresh processes
-most would import torch. The first test does all as a learner does."""
+Wrong bodies are planted into this process and its ranks, and commands run in it: of 48 fresh
+processes most would import torch."""
 
 import ast
 import re
@@ -76,38 +77,86 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
 ]
 
 
-# ---- as a learner does ----
+# ---- as a learner does: in a clone, by commands ----
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="git brings the file back")
-def test_an_exercise_is_emptied_judged_and_brought_back(tmp_path):
+@pytest.fixture
+def clone(tmp_path):
+    """A clone of this repository. Files that are not committed are in it, too."""
+    if not shutil.which("git"):
+        pytest.skip("git brings the file back")
     tree = tmp_path / "clone"
     hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare")
     shutil.copytree(HERE, tree, ignore=hidden)
     for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -qm whole"):
         subprocess.run(["git", *words.split()], cwd=tree, check=True)
+    return tree
 
+
+def test_an_exercise_is_emptied_judged_and_brought_back(clone):
     def exercise(*words):
-        return command("-m", "extras.exercise", *words, cwd=tree)
+        return command("-m", "extras.exercise", *words, cwd=clone)
 
-    file = tree / "schedules.py"
+    file = clone / "schedules.py"
     whole = file.read_text()
-    judge = shlex.split(EXERCISES["1f1b"].command)[1:]
+    judge = EXERCISES["1f1b"][-1]
     said = exercise("1f1b").stdout
     (number,) = re.findall(r"schedules.py:(\d+) ", said)
     assert file.read_text().splitlines()[int(number) - 1] == "    raise NotImplementedError"
-    assert EXERCISES["1f1b"].command in said
-    red = command(*judge, cwd=tree)
-    assert red.returncode == 1 and "NotImplementedError" in red.stdout
+    assert judge in said
     again = exercise("1f1b")  # would lose what a learner has written
     assert again.returncode == 1 and again.stderr.count("\n") == 1 and not again.stdout
+    red = command(*shlex.split(judge)[1:], cwd=clone)
+    assert red.returncode == 1 and "NotImplementedError" in red.stdout
     restored = exercise("1f1b", "--restore").stdout
     assert "+    num_warmup = min(P - 1 - rank, m)" in restored
     assert file.read_text() == whole
-    assert command(*judge, cwd=tree).returncode == 0
 
 
-# ---- all exercises ----
+# The quick run of the tests of techniques. (Left out are tests that read the repository's text, or
+# share the checkpoint of one run: they can be red without running the function)
+TESTS = [*(f"tests/test_{name}.py" for name in (
+            "collectives", "experts", "layouts", "models", "optimizer", "schedules", "sequences",
+            "zero")),
+         "tests/test_checkpoint.py::test_any_layout_reads_any_others_checkpoint_bit_for_bit"]
+# For the clone's conftest.py: writes down each test, whether it failed, and whether one of its
+# processes has made the file tests/reached
+WRITES_DOWN = """
+def pytest_runtest_logreport(report):
+    from pathlib import Path
+    reached = Path(__file__).with_name("reached")
+    if report.when == "call" or report.failed:
+        with open("rows", "a") as rows:
+            print(report.nodeid, report.failed, reached.exists(), sep="\\t", file=rows)
+    reached.unlink(missing_ok=True)
+"""
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_exactly_the_tests_that_run_an_empty_body_are_red(clone, name):
+    _, file, functions, line = EXERCISES[name]
+    text = (HERE / file).read_text()
+    emptied = empty(text, functions)
+    for function in functions:
+        before, after = find(text, function), find(emptied, function)
+        assert ast.dump(before.args) == ast.dump(after.args)
+        assert ast.get_docstring(before) == ast.get_docstring(after)
+        raises = ast.get_source_segment(emptied, after.body[-1])
+        assert raises == "raise NotImplementedError"
+    reached = f"open({str(clone / 'tests/reached')!r}, 'w').close()"
+    (clone / file).write_text(emptied.replace(raises, f"{reached}; {raises}"))
+    with open(clone / "tests/conftest.py", "a") as conftest:
+        conftest.write(WRITES_DOWN)
+    done = command("-m", "pytest", "-q", "--quick", *TESTS, cwd=clone)
+    rows = [row.split("\t") for row in (clone / "rows").read_text().splitlines()]
+    red = [test for test, failed, _ in rows if failed == "True"]
+    assert red == [test for test, _, reached in rows if reached == "True"]
+    assert done.returncode == bool(red) and len(red) < len(rows), done.stdout[-3000:]
+    judged = [command(*shlex.split(one)[1:], cwd=clone) for one in line.split(" && ")]
+    assert 1 in [done.returncode for done in judged]
+
+
+# ---- wrong bodies ----
 
 
 def run_planted(rank, file, text, function, *args):
@@ -160,28 +209,14 @@ def test_there_are_sixteen_exercises_and_two_wrong_bodies_of_each():
     assert sorted(name for name, *_ in WRONG) == sorted([*EXERCISES] * 2)
 
 
-COMMANDS = {exercise.command: name for name, exercise in EXERCISES.items()}
+COMMANDS = {line: (name, file) for name, (_, file, _, line) in EXERCISES.items()}
 
 
-@pytest.mark.parametrize("line", COMMANDS, ids=COMMANDS.get)
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: COMMANDS[line][0])
 def test_a_command_is_green_for_the_repositorys_own_body_planted_alike(line):
-    file = EXERCISES[COMMANDS[line]].file
+    _, file = COMMANDS[line]
     with planted(file, (HERE / file).read_text()):
         assert is_green(line)
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_an_empty_body_is_red(name):
-    _, file, functions, line = EXERCISES[name]
-    text = (HERE / file).read_text()
-    emptied = empty(text, functions)
-    for function in functions:
-        before, after = (find(ast.parse(each), function) for each in (text, emptied))
-        assert ast.dump(before.args) == ast.dump(after.args)
-        assert ast.get_docstring(before) == ast.get_docstring(after)
-        assert ast.unparse(after.body[-1]) == "raise NotImplementedError"
-    with planted(file, emptied):
-        assert not is_green(line)
 
 
 @pytest.mark.parametrize("name,what,old,new", WRONG, ids=[f"{row[0]}: {row[1]}" for row in WRONG])
@@ -190,7 +225,7 @@ def test_a_wrong_body_is_red(name, what, old, new):
     text = changed = (HERE / file).read_text()
     count = 0
     for function in functions:
-        whole = ast.get_source_segment(text, find(ast.parse(text), function))
+        whole = ast.get_source_segment(text, find(text, function))
         changed = changed.replace(whole, whole.replace(old, new))
         count += whole.count(old)
     assert count == 1, f"{file} has changed: {old}"
