@@ -232,7 +232,7 @@ def train(cfg, mesh, local_rank):
     if not log.gave_up and log.done > first:  # done: steps posted so far
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.is_over:
-        log.validation(cfg.steps, trainer.validate(data), last=True)
+        log.validation(cfg.steps, trainer.validate(data))
     log.end()
     return log
 

@@ -26,8 +26,6 @@ from data.prepare import BYTES, make_encoding, prepare, tell, token_type
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 GPT2_TOKENS = 50257
-# How many tokens of a file are checked at the start. The others are checked when they are read
-CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
 
 
@@ -43,7 +41,7 @@ def read_meta(folder):
                             f"--out {folder} writes this folder")
         return {"vocab_size": GPT2_TOKENS}
     meta = read_json(path)
-    for name in ("vocab_size", *meta.keys() & {"bytes_per_token", "gzip_bits_per_byte"}):
+    for name in ("vocab_size", *meta.keys() & {"bytes_per_token"}):
         value = meta.get(name)
         if type(value) not in (int, float) or not 0 < value <= 2**31:
             raise FileError(f"{path}: {name} is {value!r:.40}, not a number above 0, up to 2^31")
@@ -128,19 +126,7 @@ class Data:
         if n_tokens <= self.block:
             raise FileError(f"--block-size {self.block} is longer than {path} allows, which has "
                             f"{n_tokens} tokens; take less than that")
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-        self.check_ids(tokens[:CHECKED_AT_START], path)
-        # numpy's tofile() without a type writes 64 bits: after each token three zeros
-        if dtype.itemsize == 2 and not tokens[1:CHECKED_AT_START:2].any():
-            raise FileError(f"{path}: every second token is 0, so its tokens have more bytes than "
-                            f"those of {dtype}; write them with astype('{dtype.str}')")
-        return tokens
-
-    def check_ids(self, ids, path):
-        """FileError if a token is not in the vocabulary."""
-        if ids.max() >= self.vocab_size:
-            raise FileError(f"{path} holds token id {ids.max()}, but the vocabulary of "
-                            f"{self.folder} has {self.vocab_size} tokens")
+        return np.memmap(path, dtype=dtype, mode="r")
 
     def fingerprint(self):
         """A hash of the vocabulary, and of 64 pieces and the length of each file. Other data have
@@ -186,7 +172,9 @@ class Data:
             for window, start in zip(windows, part, strict=True):
                 if start != ABSENT:
                     window[:] = tokens[start : start + self.block + 1]
-            self.check_ids(windows, tokens.filename)
+            if windows.max() >= self.vocab_size:
+                raise FileError(f"{tokens.filename} holds token id {windows.max()}, but the "
+                                f"vocabulary of {self.folder} has {self.vocab_size} tokens")
             windows = torch.from_numpy(windows)
             if mesh.device.type == "cuda":
                 windows = windows.pin_memory().to(mesh.device, non_blocking=True)

@@ -5,8 +5,8 @@ Whole files go to val (up to 10% of the bytes) or to train; where the files are 
 large for that, the end of each goes to val. The .bin files are like nanoGPT's: little-endian
 uint16, opened with np.memmap; GPT-2's tokenizer ends each text with its token 50256. The bpe
 vocabulary is learned here (arXiv 1508.07909, over bytes as in GPT-2) and applied by tiktoken. A
-loss in nats per token, divided by ln 2 and by bytes_per_token, is in bits per byte: losses of
-different tokenizers can be compared with one another, and with what gzip -9 needs for val.bin.
+loss in nats per token, divided by ln 2 and by bytes_per_token, is in bits per byte: so losses of
+different tokenizers can be compared.
 
     python data/prepare.py                        # the standard library, into data/stdlib
     python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
@@ -15,7 +15,6 @@ different tokenizers can be compared with one another, and with what gzip -9 nee
 
 import argparse
 import base64
-import gzip
 import heapq
 import json
 import os
@@ -296,7 +295,6 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     out = Path(out)
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
-    val_bytes = "".join(val_texts).encode()
     ranks = BYTES
     if learned:
         tell(f"learning {vocab_size} tokens")
@@ -308,8 +306,7 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
 
     meta = {"vocab_size": enc.n_vocab, "tokenizer": enc.name, "source": sources,
             "train_tokens": len(train), "val_tokens": len(val),
-            "bytes_per_token": len(val_bytes) / len(val),
-            "gzip_bits_per_byte": 8 * len(gzip.compress(val_bytes, 9)) / len(val_bytes)}
+            "bytes_per_token": len("".join(val_texts).encode()) / len(val)}
     files = {"train.bin": train.tobytes(), "val.bin": val.tobytes()}
     if learned:
         lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
@@ -319,7 +316,7 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
 
     tell(f"corpus     {', '.join(sources)}: {len(docs)} files\n"
          f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
-         f"token; gzip -9 needs {meta['gzip_bits_per_byte']:.3f} bits a byte\n"
+         "token\n"
          f"tokens     {len(train):,} train, {len(val):,} val, in {out}")
     return meta
 

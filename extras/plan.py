@@ -154,9 +154,8 @@ class Rank:
         deferred *= self.n * self.w
         # But for GPipe more than 2 P microbatches do not raise the peak
         m = x.microbatches if x.schedule == "gpipe" else min(x.microbatches, 2 * x.pp)
-        v = SCHEDULES[x.schedule].stages_per_rank
         held = most = 0
-        for kind, stage, _ in cached_actions_of(x.schedule, x.pp, m, v, self.rank):
+        for kind, stage, _ in cached_actions_of(x.schedule, x.pp, m, self.rank):
             embeddings, blocks, heads = stages_of(self.model, x.schedule, x.pp)[stage]
             saved = embeddings * embedding + blocks * kept + heads * head
             if kind in ("B", "I") and blocks:

@@ -227,16 +227,14 @@ def sizes_in(folder):
 # ---- the ranks agree ----
 
 
-def all_gather_text(text, world):
-    """Collective: the list of every rank's text. (A text may hold a path, whose bytes need not be
-    UTF-8: Python's str has surrogates for these bytes.)"""
-    data = bytearray(text.encode(errors="surrogatepass") + b"\0")
-    length = torch.tensor([len(data)], device=world.device)
+def all_gather_values(value, world):
+    """Collective: the list of every rank's value, which may be anything that JSON has."""
+    text = bytearray(json.dumps(value).encode())
+    length = torch.tensor([len(text)], device=world.device)
     longest, = world.read(all_reduce(length, world, maximum))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
-    texts[world.rank] = torch.frombuffer(data.ljust(longest, b"\0"), dtype=torch.uint8)
-    return [bytes(row).decode(errors="surrogatepass").rstrip("\0")
-            for row in world.read(all_gather(texts, world))]
+    texts[world.rank] = torch.frombuffer(text.ljust(longest), dtype=torch.uint8)
+    return [json.loads(bytes(row)) for row in world.read(all_gather(texts, world))]
 
 
 def wait_for_all(world, mine=True):
@@ -271,20 +269,20 @@ def lock(out):
 def lock_and_find(cfg, data, world):
     """Collective: one run at a time writes to --out, and all ranks have the same flags and data.
     Returns the folder of the checkpoint that --resume names, or None."""
-    found = ""
+    found = []
     if world.rank == 0:
         with about(cfg.out):
             lock(cfg.out)
         if cfg.resume == "auto":
-            found = ["", *complete(cfg.out)][-1]
+            found = complete(cfg.out)
         elif cfg.resume != "no":
-            found = find(cfg.resume)
-    texts = all_gather_text(f"{cfg}, data {data.fingerprint()}", world)
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
+            found = [find(cfg.resume)]
+    settings = all_gather_values([vars(cfg), data.fingerprint()], world)
+    for rank, theirs in enumerate(settings):
+        if theirs != settings[0]:
             raise FileError(f"rank {rank} has other flags or data than rank 0")
-    found = all_gather_text(str(found), world)[0]
-    return Path(found) if found else None
+    names = all_gather_values([str(folder) for folder in found], world)[0]  # rank 0's
+    return Path(names[-1]) if names else None
 
 
 # ---- save and load ----

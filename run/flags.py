@@ -18,10 +18,9 @@ from schedules import SCHEDULES
 from sizes import WIDTHS
 
 
-def flag(default, help, choices=None, const=None):
-    """A field of Config. const: the value of a flag that stands alone, such as --watch; None: the
-    flag needs a value."""
-    return field(default=default, metadata={"help": help, "choices": choices, "const": const})
+def flag(default, help, choices=None):
+    """A field of Config."""
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass
@@ -71,8 +70,7 @@ class Config:
     collectives: str = flag("auto", "ours, torch's, or auto: native on GPUs, else ring",
                             ("auto", "ring", "native"))
     timeout: float = flag(600.0, "seconds to wait for another rank before giving up")
-    watch: str = flag("", "print every message of the first step; --watch 3: those of rank 3; "
-                      "--watch tp: those along one axis", const="all")
+    watch: bool = flag(False, "print every message of the first step")
     # no flags: sizes of a Llama that the folder of --init-from gives
     n_hidden: int = 0  # hidden units of an MLP; 0: 8/3 of the width, up to a multiple of 64
     head_dim: int = 0  # width of a head; 0: the width / --n-head
@@ -166,8 +164,6 @@ def parse(args=None, description=None):
                 text += ": " + ", ".join(f.metadata["choices"])
             if f.default != "":
                 text += f" ({f.default})"
-        if f.metadata["const"]:
-            options.update(nargs="?", const=f.metadata["const"])
         group.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=text,
                            **options)
     values = parser.parse_args(args)
@@ -303,5 +299,5 @@ def check_device(cfg, local_ranks, gpus):
                 f"{size} such numbers; try --cp-attention all-to-all")
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"
-    require(not cfg.watch or cfg.collectives == "ring", f"{given(cfg, 'watch')} does not see the "
-            "messages of torch's own collectives; add --collectives ring")
+    require(not cfg.watch or cfg.collectives == "ring", "--watch does not see the messages of "
+            "torch's own collectives; add --collectives ring")

@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 from run.flags import check_device, fail, in_words, program, read_command_line, say
 
+IS_LINUX = sys.platform == "linux"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they ask a run to save and stop
 # What the launcher tells a rank in its environment, beside torchrun's variables
 LAUNCHER = "NANOPARALLEL_LAUNCHER"  # the launcher's pid
@@ -87,18 +88,19 @@ def start(description):
     # Let torch take GPU memory in segments that grow; and print no warnings around our one line
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a rank's launcher has blocked them
     die_with_parent()
     world = place().world
     cfg, ranks = read_command_line(description, world)
     if ranks > world:
-        sys.exit(launch(ranks, min(GRACE, cfg.timeout)))
+        sys.exit(launch(ranks, min(GRACE, cfg.timeout / 2)))
 
 
 def die_with_parent():
     """A rank of our launcher, or of torchrun, ends when its parent does, even if it is stopped.
     (Linux's prctl; elsewhere its messages fail once another rank has gone.)"""
     launcher = int(os.environ.get(LAUNCHER, 0))
-    if sys.platform == "linux" and (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
+    if IS_LINUX and (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher and os.getppid() != launcher:  # it ended before that call
@@ -111,35 +113,21 @@ def available_cores():
     return os.cpu_count() or 1
 
 
-@contextmanager
-def meeting_file():
-    """(path, open files that a rank needs to inherit) of an empty file at which ranks meet."""
-    if sys.platform == "linux":  # without a name: nothing stays, however the ranks end
-        try:
-            file = open(os.memfd_create("meeting", 0), "rb")
-        except (OSError, AttributeError):  # a container forbids it, or Python lacks it
-            file = tempfile.TemporaryFile()
-        with file:
-            yield f"/proc/self/fd/{file.fileno()}", [file.fileno()]
-    else:
-        with tempfile.NamedTemporaryFile() as file:
-            yield file.name, []
-
-
-def start_rank(rank, size, path, files):
-    """Start this command again as one rank. path: the file at which the ranks meet. files: open
-    files that the rank inherits."""
+def start_rank(rank, size, meeting):
+    """Start this command again as one rank. meeting: the file at which the ranks meet."""
     threads = max(1, available_cores() // size)
+    loopback, path = "lo0", meeting.name
+    if IS_LINUX:  # the file has no name: nothing stays, however the ranks end
+        loopback, path = "lo", f"/proc/self/fd/{meeting.fileno()}"
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
                  LAUNCHER: os.getpid(), MEETING: path}
     # gloo: over loopback, which needs no address of this machine's name
-    loopback = "lo" if sys.platform == "linux" else "lo0"
     environment = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, **os.environ,
                    **{name: str(value) for name, value in variables.items()}}
     # orig_argv: with the interpreter's own flags, such as -O. A session of its own: a terminal's
     # Ctrl-C reaches the launcher alone, which passes it on once
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment,
-                            pass_fds=files, start_new_session=True)
+                            pass_fds=[meeting.fileno()], start_new_session=True)
 
 
 def launch(size, grace):
@@ -154,11 +142,15 @@ def launch(size, grace):
         for process in ranks:
             process.send_signal(number)
 
-    with meeting_file() as (path, files):
-        # Until all ranks have started, a signal ends this process, and with it those that have
-        ranks = [start_rank(rank, size, path, files) for rank in range(size)]
+    # Linux: a file without a name
+    with (tempfile.TemporaryFile if IS_LINUX else tempfile.NamedTemporaryFile)() as meeting:
+        # A signal waits until all ranks have started, and in a rank, which inherits this, until it
+        # has imported this module: Python would print a traceback before
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        ranks = [start_rank(rank, size, meeting) for rank in range(size)]
         for number in SIGNALS:
             signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         deadline = math.inf
         codes = [None] * size  # None: the rank is still there
         while None in codes and time.monotonic() < deadline:
@@ -265,7 +257,7 @@ def at_most(seconds, store, rank, what):
     timer.daemon = True
     try:
         with naming(line):
-            timer.start()  # fails where this user may have no more threads
+            timer.start()
             yield
     finally:
         timer.cancel()
@@ -332,7 +324,7 @@ def abort(store, rank, line, timeout, code=1):
         if any(last_words.check([f"rank {peer} has failed"]) for peer in PEER.findall(line)):
             time.sleep(moment)
         prints = last_words.add("printed", 1) == 1
-    except RuntimeError:  # the store has gone with its process, or there is no thread
+    except RuntimeError:  # the store has gone with its process
         prints = True
     end(prints)
 

@@ -28,7 +28,7 @@ import torch
 
 from collectives import Group, Work, all_reduce, maximum
 from mesh import DATA, grid
-from run.checkpoint import about, all_gather_text, put_aside
+from run.checkpoint import about, all_gather_values, put_aside
 from run.flags import program, say
 from sizes import peak_flops
 from transport.background import Background
@@ -51,17 +51,14 @@ class Log:
         self.is_cuda = trainer.mesh.device.type == "cuda"
         self.unread = deque()  # (step, lr, read) of steps that were posted
         self.skipped = 0  # steps in a row that were not finite
+        self.gave_up = False  # were MAX_SKIPPED steps, or the weights to be saved, not finite?
         self.stop_asked = False  # has a signal to any rank asked the run to stop?
         self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
-        self.finite = True  # was the last save's state finite?
-        self.waits = False  # does this rank wait for messages now?
-        self.waited = 0.0  # seconds in which it did so in this step
+        self.waited = 0.0  # seconds in which this rank waited for messages in this step
         self.metrics = None
         if trainer.mesh.rank == 0:
-            interval, steps = self.cfg.eval_interval, self.cfg.steps
-            validates = interval > 0 and (first % interval == 0 or first == steps)
-            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
+            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
@@ -95,10 +92,6 @@ class Log:
     # ---- what train.py tells the log ----
 
     @property
-    def gave_up(self):
-        return self.skipped >= MAX_SKIPPED
-
-    @property
     def is_over(self):
         return self.stop_asked or self.gave_up
 
@@ -108,32 +101,24 @@ class Log:
         --watch prints the messages of the first step."""
         self.waited = 0.0
         start = Background.start
-
-        def timed_start(*args):
-            return self.timed(start(*args))
-
         with (replaced(Work, "wait", self.timed(Work.wait)),
-              replaced(Background, "start", timed_start)):
+              replaced(Background, "start", lambda *args: self.timed(start(*args)))):
             if not self.cfg.watch or step > self.first:
                 yield
                 return
             with watched(self.trainer.mesh) as sent:
                 yield
-        texts = all_gather_text(json.dumps(sent), self.world)
-        self.say(story([message for text in texts for message in json.loads(text)],
-                       self.cfg.watch))
+        found = all_gather_values(sent, self.world)
+        self.say(story([message for messages in found for message in messages]))
 
     def timed(self, wait):
-        """The function `wait`; the seconds that the main thread spends in it are counted, once if
-        it waits for another."""
+        """The function `wait`; the seconds that the main thread spends in it are counted."""
         def timed_wait(*args):
-            if self.waits or threading.current_thread() is not threading.main_thread():
-                return wait(*args)
-            self.waits = True
-            begin = time.perf_counter()
+            before, begin = self.waited, time.perf_counter()
             wait(*args)
-            self.waited += time.perf_counter() - begin
-            self.waits = False
+            if threading.current_thread() is threading.main_thread():
+                # `before`: those of a wait within this wait count once
+                self.waited = before + time.perf_counter() - begin
 
         return timed_wait
 
@@ -156,6 +141,7 @@ class Log:
             self.stop_asked |= asked > 0
             # A scale above 1 (float16) is halved after such a step, and may be the cause
             self.skipped = 0 if math.isfinite(norm) or scale > 1 else self.skipped + 1
+            self.gave_up |= self.skipped == MAX_SKIPPED
             self.print_step(step, lr, loss, norm, scale)
 
     def print_step(self, step, lr, loss, norm, scale):
@@ -178,28 +164,25 @@ class Log:
         if step - self.first < 10 or step == cfg.steps - 1 or step % LOG_INTERVAL == 0:
             self.say(line)
 
-    def validation(self, step, loss, last=False):
+    def validation(self, step, loss):
         """Print and write a validation's loss, per token and, if the data's meta.json says how long
         a token is, per byte."""
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
         self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
         line = f"step {step:6d}  validation loss {loss:.4f} nats per token"
-        if math.isfinite(bits):
-            line += f", {bits:.4f} bits per byte"
-        gzip = self.data.meta.get("gzip_bits_per_byte")
-        self.say(line + (f" (gzip -9: {gzip:.4f})" if last and gzip else ""))
+        self.say(line + (f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""))
         self.since = time.perf_counter()
 
     def checkpoint(self, folder):
         """A checkpoint was saved; None: none, because weights or states are not finite."""
         self.saved = folder or self.saved
-        self.finite = folder is not None
+        self.gave_up |= folder is None
         self.say(f"step {self.done:6d}  saved {folder or 'nothing: weights are not finite'}")
         self.since = time.perf_counter()
 
     def end(self):
         """Collective: print the last lines, and set ended_well."""
-        if self.gave_up or not self.finite:
+        if self.gave_up:
             self.say(f"{program()}: the loss or the gradients' norm was not finite up to step "
                      f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower --lr "
                      "may help", sys.stderr)
@@ -215,11 +198,10 @@ class Log:
                  f"\nreplicas {'agree' if self.ended_well else 'DISAGREE'}")
 
 
-def open_metrics(path, first, validates=False):
+def open_metrics(path, first):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
-    aside. One that goes on from step `first` removes the lines that it writes again, and what a
-    crash has left behind the last whole line. validates: does it validate before its first step?
-    If not, the validation at the end of the earlier run stays."""
+    aside. One that goes on from step `first` removes the lines of the steps that it repeats, and
+    what a crash has left behind the last whole line."""
     if first == 0 and path.exists():
         put_aside(path)
     kept = []
@@ -227,8 +209,8 @@ def open_metrics(path, first, validates=False):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                stays = record["step"] == first and "val_loss" in record and not validates
-                if record["step"] < first or stays:
+                came_before = record["step"] == first and "val_loss" in record
+                if record["step"] < first or came_before:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")
@@ -289,19 +271,18 @@ def axis_of(group, sizes):
     return "+".join(dict.fromkeys(axes))
 
 
-def story(sent, which):
-    """The lines of --watch, and the sums of each axis. which: "all", a rank, or an axis."""
+def story(sent):
+    """The lines of --watch, and the sums of each axis."""
     lines, times, nbytes = [], Counter(), Counter()
     begin = min((message[0] for message in sent), default=0)
     for seconds, src, dst, axis, what, shape, size in sorted(sent):
-        if which in ("all", str(src), str(dst), *axis.split("+")):
-            size_text = "x".join(map(str, shape))
-            lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  "
-                         f"{what:52} {size_text:>12} {size:>10,} bytes")
-            times[axis] += 1
-            nbytes[axis] += size
+        size_text = "x".join(map(str, shape))
+        lines.append(f"{1e3 * (seconds - begin):9.2f} ms  {src:2d} -> {dst:<2d}  {axis:6}  "
+                     f"{what:52} {size_text:>12} {size:>10,} bytes")
+        times[axis] += 1
+        nbytes[axis] += size
     sums = [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
-    return "\n".join(lines + (sums or [f"--watch {which}: no messages in this step"]))
+    return "\n".join(lines + (sums or ["--watch: no messages in this step"]))
 
 
 # ---- at the end: memory, and do replicas agree? ----
@@ -325,7 +306,7 @@ def replicas_agree(trainer):
         content = weights.cpu().contiguous().view(-1).view(torch.uint8).numpy()
         own[f"{tag.name} {tag.ranges}"] = hashlib.sha256(content).hexdigest()
     hashes = {}  # the same, with the set of all ranks' hashes
-    for text in all_gather_text(json.dumps(own), trainer.mesh.world):
-        for piece, digest in json.loads(text).items():
+    for theirs in all_gather_values(own, trainer.mesh.world):
+        for piece, digest in theirs.items():
             hashes.setdefault(piece, set()).add(digest)
     return all(len(different) == 1 for different in hashes.values())

@@ -147,8 +147,6 @@ def unwrapped(name):
     name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
         return f"transformer.{name}"
-    if name.startswith(("embed_tokens.", "layers.", "norm.")):
-        return f"model.{name}"
     return name
 
 

@@ -18,7 +18,6 @@ from mesh import Mesh
 from run import checkpoint
 from run.checkpoint import MANIFEST, MODEL, OPTIMIZER
 from run.flags import check_layout, parse
-from run.log import open_metrics
 from sizes import config_of
 from test_all import one_process
 from tests.harness import (
@@ -346,19 +345,6 @@ def test_a_log_that_a_crash_has_left_goes_on_after_its_last_whole_line(corpus, t
     run = Run(1, flags(corpus, out, steps=6, resume="auto"), tmp_path)
     assert run.wait() == [0], run.read()
     assert [record["step"] for record in records(out)] == [0, 4, 5]
-
-
-@pytest.mark.parametrize("text", ["", "a ", "é", "\udcff", "\udcc3\udca9"])  # é under LC_ALL=C
-def test_every_rank_gets_a_path_as_it_is(text):
-    assert checkpoint.all_gather_text(text, Mesh().world) == [text]
-
-
-@pytest.mark.parametrize("validates,steps", [(False, [3, 4]), (True, [3])])
-def test_a_validation_that_the_resumed_run_repeats_is_written_once(tmp_path, validates, steps):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 3, "loss": 1}\n{"step": 4, "val_loss": 1}\n')
-    open_metrics(path, 4, validates).close()
-    assert [record["step"] for record in records(tmp_path)] == steps
 
 
 def test_a_manifest_whose_updates_are_a_whole_number_is_read(corpus, tmp_path):

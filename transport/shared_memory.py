@@ -21,7 +21,6 @@ receiver wakes at once if its peer dies. No buffer has a name (memfd_create) and
 """
 
 import json
-import mmap
 import os
 import secrets
 import select
@@ -35,11 +34,11 @@ from pathlib import Path
 
 import torch
 
-MESSAGE = struct.Struct("<IQQ")  # number of the buffer; bytes of the message; bytes of the buffer
+MESSAGE = struct.Struct("<II")  # number of the buffer; bytes of the message
 NUMBER = struct.Struct("<I")  # of a buffer that is free again
 CREDENTIALS = struct.Struct("3i")  # process, user, group: what SO_PEERCRED returns
 MOST = 1024  # numbers in a packet
-PIECE = 2 << 20  # bytes
+PIECE = 2 << 20  # bytes of a buffer, of which a piece of a message takes as many as it needs
 AHEAD = 2  # pieces that an exchange sends before the first one that it receives has come
 
 
@@ -50,27 +49,16 @@ def pieces_of(tensor):
     return tensor.data.view(-1).split(PIECE // tensor.element_size())
 
 
-def room(length):
-    """Bytes of the buffer for a piece: an eighth more at most, and whole pages, so that pieces of
-    nearly one length share their buffers."""
-    step = max(mmap.PAGESIZE, 1 << max(0, length.bit_length() - 4))
-    return -(-length // step) * step
-
-
-def mapped(file, size):
-    """An open file of shared memory as a tensor of bytes. Closes the file; the mapping stays."""
+def mapped(file):
+    """A buffer: an open file of shared memory as a tensor of bytes. Closes the file; the mapping
+    stays."""
     try:
         with torch.inference_mode(False):  # the buffer outlives the mode of the first message
             # (Python's mmap would keep a file open for each buffer)
             path = f"/proc/self/fd/{file}"
-            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            return torch.from_file(path, shared=True, size=PIECE, dtype=torch.uint8)
     finally:
         os.close(file)
-
-
-def files_beside(files):
-    """What sendmsg takes to send open files beside a packet: the peer gets copies of them."""
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
 
 
 @contextmanager
@@ -79,7 +67,7 @@ def errors_of_sockets(timeout):
     peer."""
     try:
         yield
-    except BlockingIOError:
+    except (BlockingIOError, TimeoutError):
         raise RuntimeError(f"not within {timeout:g} s") from None
     except (ConnectionError, EOFError):
         raise RuntimeError("connection closed by peer") from None
@@ -104,7 +92,7 @@ class Link:
         back; incoming: the same for the peer's messages. links: all links of the group."""
         self.outgoing, self.incoming, self.timeout, self.links = outgoing, incoming, timeout, links
         self.buffers = []  # this rank's, which the peer reads
-        self.free = {}  # bytes of a buffer -> the numbers of those that are free
+        self.free = []  # the numbers of those that are free
         self.unsent = deque()  # pieces that are still to be sent
         self.theirs = []  # the peer's buffers
         self.posted = deque()  # the receives, in the order of posting: messages come in this order
@@ -118,40 +106,38 @@ class Link:
         for _ in range(min(most, len(self.unsent))):
             piece = self.unsent.popleft().view(torch.uint8)
             length = piece.numel()
-            size = room(length)
-            number, files = self.free_buffer(size)
+            number, files = self.free_buffer()
             self.buffers[number][:length].copy_(piece)
-            self.push(MESSAGE.pack(number, length, size), files)
+            self.push(MESSAGE.pack(number, length), files)
 
-    def free_buffer(self, size):
+    def free_buffer(self):
         """(its number, [its open file] if it is new and the peer has yet to map it)."""
-        free = self.free.setdefault(size, [])
-        if not free:
+        if not self.free:
             self.take_back()
-        if free:
-            return free.pop(), []  # the one that came back last may still be in the cache
+        if self.free:
+            return self.free.pop(), []  # the one that came back last may still be in the cache
         file = os.memfd_create("nanoparallel")
-        os.ftruncate(file, size)  # a page takes memory once it was written
-        self.buffers.append(mapped(os.dup(file), size))
+        os.ftruncate(file, PIECE)  # a page takes memory once it was written
+        self.buffers.append(mapped(os.dup(file)))
         return len(self.buffers) - 1, [file]
 
     def take_back(self):
         """Read the numbers of buffers that are free again."""
         with suppress(BlockingIOError):
             while packet := self.outgoing.recv(NUMBER.size * MOST, socket.MSG_DONTWAIT):
-                for number, in NUMBER.iter_unpack(packet):
-                    self.free[self.buffers[number].numel()].append(number)
+                self.free += [number for number, in NUMBER.iter_unpack(packet)]
             raise EOFError
 
     def push(self, packet, files):
-        """Send a packet. A socket holds some 270 that the peer has not read. While this one is
-        full, read what the peers of the group have sent: two ranks that send to each other cannot
-        block each other then."""
+        """Send a packet, and beside it open files: the peer gets copies of them. A socket holds
+        some 270 packets that the peer has not read. While this one is full, read what the peers of
+        the group have sent: two ranks that send to each other cannot block each other then."""
         deadline = time.monotonic() + self.timeout
+        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))]
         while True:
             try:
                 # (Python's socket.send_fds forgets its flags: it would wait)
-                self.outgoing.sendmsg([packet], files_beside(files), socket.MSG_DONTWAIT)
+                self.outgoing.sendmsg([packet], beside, socket.MSG_DONTWAIT)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -199,12 +185,8 @@ class Link:
                 packet, files, _, _ = socket.recv_fds(self.incoming, MESSAGE.size, 1)
                 if not packet:
                     raise EOFError
-                number, length, size = MESSAGE.unpack(packet)
-                self.theirs += [mapped(file, size) for file in files]
-                if number >= len(self.theirs):  # Linux drops a file that this process may not open
-                    raise RuntimeError(f"buffer {number} has not come: too many open files (ulimit "
-                                       "-n)?")
-                return number, length
+                self.theirs += [mapped(file) for file in files]
+                return MESSAGE.unpack(packet)
 
 
 class SharedMemory:
@@ -303,13 +285,10 @@ def connect(communicator, rank, timeout):
                 ends[number].append(end)
         deadline = time.monotonic() + timeout
         while any(len(pair) < 2 for pair in ends.values()):
-            try:
-                door.settimeout(max(0.01, deadline - time.monotonic()))
-                end, _ = door.accept()
-                if time.monotonic() > deadline:  # strangers may knock all the time
-                    raise TimeoutError
-            except TimeoutError:
-                raise BlockingIOError from None
+            door.settimeout(max(0.01, deadline - time.monotonic()))
+            end, _ = door.accept()
+            if time.monotonic() > deadline:  # strangers may knock all the time
+                raise TimeoutError
             process = process_at(end)
             number = next((n for n in peers if peers[n] == process and len(ends[n]) < 2), None)
             if number is None:
