@@ -203,6 +203,11 @@ def initial_value(name, shape, config, seed):
         0.0, std, generator=generator_of(seed, name))
 
 
+def from_seed(config, seed):
+    """A function from a tag (shard.py) to the tag's slice of the initial value."""
+    return lambda tag: tag.slice(initial_value(tag.name, tag.shape, config, seed))
+
+
 def build(config, seed=0, dtype=torch.float32, kind=GPT):
     """The whole, unsplit model with its initial values, the same on every rank that calls it. kind:
     GPT, or a subclass (experts.kind_of)."""

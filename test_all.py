@@ -41,7 +41,7 @@ import train
 from collectives import all_reduce
 from data.batches import Data
 from experts import balance_loss, kind_of
-from model import build
+from model import build, from_seed
 from run.flags import check_device, check_layout, parse
 from sizes import config_of
 
@@ -221,7 +221,7 @@ def differences(rank, cfg, bug=False):
     bug: rank 1 halves its first gradient."""
     mesh = train.make_mesh(cfg, cfg.device)
     config = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed))
+    trainer = train.Trainer(cfg, mesh, config, from_seed(config, cfg.seed))
     initial, reference = one_process(config, cfg.data)
     held = {}
     for tag, weight in trainer.reducer.whole():

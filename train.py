@@ -30,7 +30,7 @@ from context_parallel import split_sequences
 from data.batches import Data
 from experts import MixtureOfExperts, on_meta, shapes_of, spread_experts
 from mesh import Mesh
-from model import Attention, Block, Embedding, initial_value
+from model import Attention, Block, Embedding
 from optimizer import AdamW, LossScale, learning_rate
 from pipeline import Pipeline, tie_ends
 from schedules import SCHEDULES, cut, placement
@@ -45,7 +45,7 @@ class Trainer:
 
     def __init__(self, cfg, mesh, config, value):
         """cfg: the flags, as attributes. config: the sizes of the model (sizes.py). value(tag): the
-        slice with which this rank begins, such as from_seed(config, 1337)."""
+        slice with which this rank begins, such as from_seed(config, 1337) of model.py."""
         self.cfg = cfg
         self.mesh = mesh
         self.config = config
@@ -152,11 +152,6 @@ def make_mesh(cfg, device):
                 cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
 
 
-def from_seed(config, seed):
-    """A function from a tag to the slice of the parameter's initial value, drawn from the seed."""
-    return lambda tag: tag.slice(initial_value(tag.name, tag.shape, config, seed))
-
-
 def compile_layers(layers):
     """Compile each layer but the head (--compile). Functions that send messages, or make tensors of
     data-dependent size, stay Python."""
@@ -182,18 +177,6 @@ def compile_layers(layers):
 EVAL_BATCHES = 8  # batches in a validation during the run; the last validation takes all
 
 
-def initial_values(cfg, config, folder):
-    """value(tag) for a Trainer: from the checkpoint `folder`, --init-from or the seed."""
-    if folder:
-        from run import checkpoint
-        return checkpoint.value_from(folder, config, getattr(torch, cfg.dtype))
-    if cfg.init_from:
-        from run import weights
-        full = weights.values(cfg.init_from, shapes_of(on_meta(config)), config)
-        return lambda tag: tag.slice(full(tag.name))
-    return from_seed(config, cfg.seed)
-
-
 def is_due(step, interval):
     return interval > 0 and step > 0 and step % interval == 0
 
@@ -205,33 +188,33 @@ def train(cfg, mesh, local_rank):
     from run.log import Log
 
     data = Data(cfg, local_rank)
-    # The checkpoint that --resume names, or None
-    folder = checkpoint.lock_and_find(cfg, data, mesh.world)
+    # The folder of the checkpoint that --resume names, or None. Locks --out against a second run
+    resumed_from = checkpoint.lock_and_find(cfg, data, mesh.world)
     config = config_of(cfg, data.vocab_size)
-    trainer = Trainer(cfg, mesh, config, initial_values(cfg, config, folder))
+    trainer = Trainer(cfg, mesh, config, checkpoint.initial_values(cfg, config, resumed_from))
     on_stop(trainer)  # a signal sets trainer.stop_asked
-    first = checkpoint.load(trainer, folder) if folder else 0
-    log = Log(trainer, data, first, folder)
+    first = checkpoint.load(trainer, resumed_from) if resumed_from else 0
+    log = Log(trainer, data, first, resumed_from)
 
     for step in range(first, cfg.steps):
         if is_due(step, cfg.eval_interval):
-            log.catch_up()  # a GPU's steps are printed one step late: print the last one first
+            log.catch_up()  # a GPU's steps are printed one step late: print the one before
             log.validation(step, trainer.validate(data, EVAL_BATCHES))
         lr = learning_rate(cfg, step)
         with log.watching(step):  # --watch: the messages of the first step
             loss, norm, asked = trainer.step(data.training(cfg, step, mesh), lr)
         log.step(step, lr, loss, norm, asked)
-        # Stop after a signal, or after too many steps whose norm is not finite (log.gave_up). All
-        # ranks have read the same numbers, so all leave the loop at the same step
-        if log.is_over:
+        # After a signal, or after too many steps whose norm is not finite (log.gave_up). All ranks
+        # have read the same numbers, so all leave the loop at the same step
+        if log.ends_early:
             break
-        if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:
+        if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:  # the last: saved below
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    if not log.gave_up and log.done > first:  # done: steps posted so far
+    if not log.gave_up and log.done > first:  # done: steps so far, those before a resume included
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
-    if cfg.eval_interval and not log.is_over:
+    if cfg.eval_interval and not log.ends_early:
         log.validation(cfg.steps, trainer.validate(data))
     log.end()
     return log
@@ -246,9 +229,9 @@ def main():
     with joined(cfg, process.world) as device:  # an error inside ends all ranks, with one line
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, process.local_rank)
-    # A complete run ends with a sample of text (with --eval-interval 0: without).
-    # ended_well: the replicas agree. is_over: stopped early. saved: the last checkpoint's folder
-    is_complete = log.ended_well and not log.is_over and log.saved
+    # A complete run ends with a sample of text (with --eval-interval 0: without). ended_well: the
+    # replicas agree, or a signal stopped the run. saved: the last checkpoint's folder
+    is_complete = log.ended_well and not log.ends_early and log.saved
     if is_complete and cfg.eval_interval and mesh.rank == 0:
         from sample import sample_text
         log.say("a sample:\n" + sample_text(log.saved, log.data))

@@ -54,7 +54,7 @@ from torch.distributed.tensor.parallel import (
 import collectives
 import train
 from experts import kind_of
-from model import build, cross_entropy
+from model import build, cross_entropy, from_seed
 from optimizer import BETAS
 from run.flags import Parser, check_device, check_layout, parse
 from schedules import cut
@@ -122,7 +122,7 @@ def ours(job):
         tensor = torch.zeros(job.numel)
         group = job.mesh.group("dp")
         return lambda: collective(tensor, group)
-    value = train.from_seed(job.config, job.cfg.seed)
+    value = from_seed(job.config, job.cfg.seed)
     trainer = train.Trainer(job.cfg, job.mesh, job.config, value)
 
     def step():

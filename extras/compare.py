@@ -319,13 +319,14 @@ def record_ours(rank, cfg, folder):
     """One rank of our trainer: train two steps, and record them."""
     import train
     from data.batches import Data
+    from model import from_seed
     from sizes import config_of
     from test_all import whole_slices
 
     mesh = train.make_mesh(cfg, cfg.device)
     data = Data(cfg)
     config = config_of(cfg, data.vocab_size)
-    trainer = train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed))
+    trainer = train.Trainer(cfg, mesh, config, from_seed(config, cfg.seed))
     reducer, step_weights = trainer.reducer, trainer.optimizer.step
     terms = [{} for _ in range(cfg.microbatches)]
     gradients = {}

@@ -29,11 +29,11 @@ from collectives import all_reduce, all_to_all, maximum
 from context_parallel import zigzag
 from experts import kind_of
 from mesh import Mesh, grid, lay_out
-from model import build
+from model import build, from_seed
 from run.flags import Parser, check_layout, in_words, parse
 from schedules import SCHEDULES
 from test_all import PROCESSES, difference, ranks, whole_slices
-from train import Trainer, from_seed, make_mesh
+from train import Trainer, make_mesh
 
 # ---- a small GPT on several processes. Every rank prints; rank 0's lines are shown ----
 

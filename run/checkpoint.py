@@ -33,7 +33,8 @@ import torch
 from collectives import all_gather, all_reduce, maximum
 from data.files import FileError, open_file, read_json
 from experts import kind_of, on_meta, shapes_of
-from model import UNTIED
+from model import UNTIED, from_seed
+from run import weights
 from run.flags import say
 from shard import bounds
 from sizes import config_from
@@ -385,6 +386,17 @@ def save(trainer, step, data_folder=""):
             sync(out)
     wait_for_all(world)  # no rank goes on before the checkpoint has its name
     return final
+
+
+def initial_values(cfg, config, resumed_from):
+    """value(tag) for a Trainer: this rank's slice of a weight, from the checkpoint, from
+    --init-from or from the seed."""
+    if resumed_from:
+        return value_from(resumed_from, config, getattr(torch, cfg.dtype))
+    if cfg.init_from:
+        full = weights.values(cfg.init_from, shapes_of(on_meta(config)), config)
+        return lambda tag: tag.slice(full(tag.name))
+    return from_seed(config, cfg.seed)
 
 
 def value_from(folder, config, dtype):

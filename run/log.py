@@ -92,7 +92,7 @@ class Log:
     # ---- what train.py tells the log ----
 
     @property
-    def is_over(self):
+    def ends_early(self):
         return self.stop_asked or self.gave_up
 
     @contextmanager
@@ -125,7 +125,7 @@ class Log:
     def step(self, step, lr, loss, norm, asked):
         """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
         were asked to stop. A GPU's are read one step late, so that the host posts the next step
-        meanwhile; but before a checkpoint at once, so that is_over is known."""
+        meanwhile; but before a checkpoint at once, so that ends_early is known."""
         scale = self.trainer.optimizer.numbers()["scale"]
         numbers = torch.stack([value.double() for value in (loss, norm, asked, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))

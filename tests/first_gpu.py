@@ -54,7 +54,7 @@ def our_step(cfg):
     """A step of train.py's Trainer on this rank."""
     mesh = train.make_mesh(cfg, cfg.device)
     config = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed))
+    trainer = train.Trainer(cfg, mesh, config, model.from_seed(config, cfg.seed))
     index, num_replicas = mesh.index_and_size("dp")
     mine = batch_of(cfg).chunk(num_replicas)[index].chunk(cfg.microbatches)
     batches = [(rows[:, :-1], rows[:, 1:]) for rows in mine]

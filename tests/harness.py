@@ -27,6 +27,7 @@ import torch
 import train
 from collectives import Group
 from data.batches import Data
+from model import from_seed
 from sizes import config_of
 from test_all import HANG, TOLERANCE, VOCAB, flags_of, ranks, run, whole_slices  # noqa: F401
 
@@ -50,7 +51,7 @@ def make_trainer(cfg, mesh=None):
     """(a Trainer of this rank, its Data). Collective."""
     config = config_of(cfg, VOCAB)
     mesh = mesh or train.make_mesh(cfg, cfg.device)
-    return train.Trainer(cfg, mesh, config, train.from_seed(config, cfg.seed)), Data(cfg)
+    return train.Trainer(cfg, mesh, config, from_seed(config, cfg.seed)), Data(cfg)
 
 
 def close(got, want, what="", tolerance=TOLERANCE):

@@ -16,7 +16,7 @@ import train
 from data.files import FileError
 from mesh import Mesh
 from run import checkpoint
-from run.checkpoint import MANIFEST, MODEL, OPTIMIZER
+from run.checkpoint import MANIFEST, MODEL, OPTIMIZER, initial_values
 from run.flags import check_layout, parse
 from sizes import config_of
 from test_all import one_process
@@ -57,7 +57,7 @@ def hop(rank, words, corpus, sizes, step, folder):
     cfg = flags_of(words.split(), corpus, **sizes)
     config = config_of(cfg, VOCAB)
     trainer = train.Trainer(cfg, train.make_mesh(cfg, cfg.device), config,
-                            train.initial_values(cfg, config, folder))
+                            initial_values(cfg, config, folder))
     numbers = trainer.optimizer.numbers()
     if folder:
         assert checkpoint.load(trainer, folder) == step

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 import experts
 import model as model_file
-import train
 from experts import MixtureGPT, MixtureOfExperts
 from model import build
 from sizes import GPTConfig
@@ -94,7 +93,6 @@ def _lopsided(rank, cfg):
     """(the largest differences from one process, the numbers of tokens of this rank's experts)"""
     one_process.cache_clear()  # it has kept a run with the usual initial values
     with (patch.object(model_file, "initial_value", lopsided),
-          patch.object(train, "initial_value", lopsided),
           patch.object(experts, "run_by_expert", Mock(wraps=experts.run_by_expert)) as run):
         worst, _ = differences(rank, cfg)
     one_process.cache_clear()

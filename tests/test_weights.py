@@ -15,9 +15,9 @@ import train
 from data.files import FileError
 from experts import kind_of, on_meta, shapes_of
 from mesh import Mesh
-from model import build
+from model import build, from_seed
 from run import checkpoint, weights
-from run.checkpoint import MANIFEST, MODEL, load_model
+from run.checkpoint import MANIFEST, MODEL, initial_values, load_model
 from run.flags import check_layout, parse
 from run.weights import INDEX, export, read_entries, sizes_of, values
 from sizes import GPTConfig, LlamaConfig, config_of
@@ -42,7 +42,7 @@ def small(words, corpus, out, **sizes):
 def saved(cfg):
     """A checkpoint of random weights. (Biases of 0 and norms of 1 would hide errors.)"""
     config = config_of(cfg, VOCAB)
-    trainer = train.Trainer(cfg, Mesh(dp=1), config, train.from_seed(config, 0))
+    trainer = train.Trainer(cfg, Mesh(dp=1), config, from_seed(config, 0))
     generator = torch.Generator().manual_seed(0)
     for flat in trainer.reducer.weights:
         flat.copy_(torch.randn(flat.shape, generator=generator))
@@ -109,7 +109,7 @@ def test_a_run_from_an_exported_folder_begins_with_the_same_bits(kind, corpus, f
         check_layout(cfg, 1)
         cfg.init_from = str(path)
         config = config_of(cfg, VOCAB)
-        trainer = train.Trainer(cfg, Mesh(dp=1), config, train.initial_values(cfg, config, None))
+        trainer = train.Trainer(cfg, Mesh(dp=1), config, initial_values(cfg, config, None))
         again = checkpoint.save(trainer, 0)
         assert (again / MODEL).read_bytes() == (before / MODEL).read_bytes()
 
