@@ -159,8 +159,7 @@ class WithBackward(torch.autograd.Function):
 
 def flat_view(tensor):
     """A view with one dim, which the collectives cut and change in place. ValueError, before
-    anything is sent, if the tensor does not lie in memory element by element, such as a transposed
-    one, or one of expand(), whose elements share their memory."""
+    anything is sent, if the tensor is not contiguous, such as a transposed one."""
     if not tensor.is_contiguous():
         raise ValueError(f"a collective cannot take a tensor {list(tensor.shape)} with strides "
                          f"{list(tensor.stride())}; pass tensor.contiguous()")

@@ -1,8 +1,8 @@
 """Text from the last complete checkpoint, in one process, whatever layout trained it.
 
 Held: the model, and the cache: keys and values of the tokens so far, which do not change when
-others follow: 2 L C numbers per token and sample, for L blocks of width C (a Llama: n_kv/nh of
-that).
+others follow: 2 L C numbers per token and sample, for L blocks of width C (a Llama: 2 L times its
+kv_width, sizes.py).
 
     python sample.py --prompt "def " --out out --samples 3
 """
@@ -82,8 +82,8 @@ def pick_tokens(logits, temperature, top_k, rng):
 
 
 def next_logits(model, tokens, positions):
-    """(samples, V): logits of the token that follows `tokens` (samples, n), which stand at these
-    positions of the window (n,)."""
+    """(samples, V): logits of the token that follows `tokens` (samples, n), which stand at
+    positions (n,) of the window."""
     for module in model.positioned():  # GPT-2's embedding, or a Llama's attentions
         module.positions = positions
     *layers, head = model.layers
@@ -140,7 +140,7 @@ def sample_text(folder, data):
 
 def read_all(args):
     """(model, tokenizer, token ids of the prompt) of these flags. ValueError or OSError if one of
-    them cannot be."""
+    them cannot be read."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no GPU here; use --device cpu")
     folder = checkpoint.find(args.out)
@@ -151,7 +151,7 @@ def read_all(args):
                          f"{model.config.vocab_size}; --data names the training data's folder")
     ids = tokenizer.encode_ordinary(args.prompt)
     if not ids:
-        raise ValueError("--prompt '' must not be empty")
+        raise ValueError("--prompt must not be empty")
     return model, tokenizer, ids
 
 

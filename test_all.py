@@ -10,7 +10,9 @@
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
 as it has ranks. One process trains the same model on whole batches, in a plain loop (one_process)
-that shares only the model and its initial values with train.py. A line of the output names a layout
+that shares only the model and its initial values with train.py.
+
+A line of the output names a layout
 and gives, for its loss, its gradients before clipping, their norm and its weights, the largest
 difference from the loop's, divided by the loop's largest magnitude (by 1e-3 if that is less).
 float64 has 16 digits, and sums in another order cost the last one or two. (Weights lose more: the
@@ -46,7 +48,7 @@ from run.flags import check_device, check_layout, parse
 from sizes import config_of
 
 TOLERANCE = 1e-10
-VOCAB = 67  # divides by no T
+VOCAB = 67  # no T divides it
 BATCH, LENGTH = 36, 8
 RATES = (5e-3, 1e-2, 5e-3)  # the warm-up's middle and end, and the cosine's middle
 
@@ -85,8 +87,8 @@ LAYOUTS = """
 
 # ---- several processes ----
 
-PROCESSES = 8  # that wait for work
-HANG = 120  # seconds after which ranks hang, and a test fails: most take less than one
+PROCESSES = 8  # at most, in the pool
+HANG = 120  # seconds after which ranks count as hung, and a test fails: most take less than one
 
 
 class Pool:
@@ -148,13 +150,13 @@ ranks = Pool()
 # ---- a layout and the loop ----
 
 
-def flags_of(words, folder, **sizes):
-    """The Config of these flags, with the sizes of this page. sizes: a Llama's
-    that have no flag, such as n_hidden=37."""
+def flags_of(words, folder, **fields):
+    """The Config of these flags, with the sizes of this page. fields: set after parsing, such as
+    n_hidden=37, which has no flag."""
     small = f"--n-layer 3 --n-head 12 --n-embd 24 --block-size {LENGTH} --batch-size {BATCH}"
     run = "--dtype float64 --device cpu --steps 3 --warmup-steps 1 --lr 1e-2 --grad-clip 0.2"
     cfg = parse([*small.split(), *run.split(), "--data", folder, *words])
-    vars(cfg).update(sizes)
+    vars(cfg).update(fields)
     check_layout(cfg, 1)
     check_device(cfg, 1, torch.cuda.device_count())
     return cfg
@@ -210,7 +212,7 @@ def whole_slices(reducer, pieces):
 
 
 def difference(got, want):
-    """The largest difference of two tensors, divided by the largest number of `want`, or by 1e-3
+    """The largest difference of two tensors, divided by the largest magnitude of `want`, or by 1e-3
     if that is smaller."""
     return ((got.cpu() - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
 
@@ -254,13 +256,13 @@ def differences(rank, cfg, bug=False):
     return worst, [*held]
 
 
-def run(words, folder, bug=False, **sizes):
-    """Train a layout on its ranks. Returns (cfg, the largest differences of all ranks)."""
-    cfg = flags_of(words, folder, **sizes)
+def run(words, folder, bug=False, **fields):
+    """Train a layout on its ranks. Returns the largest differences of all ranks."""
+    cfg = flags_of(words, folder, **fields)
     worst, held = zip(*ranks(cfg.dp * cfg.pp * cfg.cp * cfg.tp, differences, cfg, bug), strict=True)
     names = one_process(config_of(cfg, VOCAB), folder)[0].keys()
     assert set().union(*held) == names, "no rank holds some tensor"
-    return cfg, torch.stack(worst).amax(0)
+    return torch.stack(worst).amax(0)
 
 
 def write_corpus(folder):
@@ -272,7 +274,7 @@ def write_corpus(folder):
 
 
 def prove(layouts=LAYOUTS):
-    """Run the table; return the number of layouts that differ, or of bugs that are not seen."""
+    """Run the table; return the number of layouts that differ, plus 1 if the bug is not seen."""
     wrong = 0
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
@@ -280,13 +282,13 @@ def prove(layouts=LAYOUTS):
         print(f"{'layout':62} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
         rows = [line.split() for line in layouts.strip().splitlines()]
         for words in rows:
-            cfg, worst = run(words, folder)
+            worst = run(words, folder)
             equal = bool((worst < TOLERANCE).all())  # a nan is not
             wrong += not equal
             print(f"{' '.join(words):62} "
                   + " ".join(f"{number:7.0e}" for number in worst.tolist())
                   + ("" if equal else "  DIFFERS"), flush=True)
-        _, worst = run(["--dp", "2"], folder, bug=True)
+        worst = run(["--dp", "2"], folder, bug=True)
         seen = not bool((worst < TOLERANCE).all())
         print("a bug in one rank's gradients is " + ("seen" if seen else "NOT SEEN"))
     print(f"{len(rows)} layouts in {time.time() - begin:.0f} s: "

@@ -315,9 +315,11 @@ def abort(store, rank, line, timeout, code=1):
 
     if store is None:
         end(True)
+    # A closed connection is seen at once. Ranks that wait for a silent one give up at nearly the
+    # same time, but on a busy machine some are late
+    moment = min(3.0 if "not within" in line else 1.0, timeout / 3)
     try:
-        threading.Timer(3, end, [True]).start()  # the store may not answer
-        moment = min(1.0, timeout / 4)
+        threading.Timer(2 * moment + 3, end, [True]).start()  # the store may not answer
         last_words = store.clone()  # a thread of torch may hold the first connection
         last_words.set(f"rank {rank} has failed", "")
         time.sleep(moment)

@@ -23,7 +23,7 @@ def optimizer_of(weights):
     """An AdamW over these tensors, without a reducer."""
     tags = [Tag("h.0.ln_1.weight", tensor.shape, sum_over=(ALONE,)) for tensor in weights]
     reducer = SimpleNamespace(weights=weights, tags=tags, sharded=False)
-    dtype = weights[0].dtype
+    dtype = weights[0].dtype if weights else torch.double
     cfg = SimpleNamespace(dtype=str(dtype).removeprefix("torch."), grad_clip=1.0, weight_decay=0.1)
     return AdamW(cfg, reducer, LossScale(dtype, torch.device("cpu")))
 
@@ -85,6 +85,14 @@ def test_the_square_of_40_million_elements_has_four_digits():
 
     close(square(x), len(x) * x[0].double() ** 2, "square", 1e-4)
     close(square(x[:7].bfloat16()), 7 * x[0].bfloat16().double() ** 2, "square", 1e-6)
+
+
+def test_a_rank_without_trained_weights_adds_nothing_to_the_norm():
+    """A fork that freezes the embedding, which has a stage of its own."""
+    ours = optimizer_of([])
+    square = ours.square([])
+    assert square.dtype == torch.double and square.item() == 0
+    ours.step([], torch.tensor(0.1).double(), 1e-2)
 
 
 # ---- steps that are not finite ----

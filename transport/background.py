@@ -25,15 +25,17 @@ class Background:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)
         self.jobs = queue.SimpleQueue()
+        self.failed = []  # the first error of a job
         self.thread = None  # made when first used
 
     def start(self, function, *args):
-        """Start function(*args); return a function that waits for its end and raises its error. Do
-        not touch what the function reads or writes before that."""
+        """Start function(*args); return a function that waits for its end and raises its error (of
+        a GPU's: start() does). Do not touch what the function reads or writes before that."""
         if self.stream:
             return self.start_on_stream(function, *args)
         if not self.thread and torch.get_num_threads() > 1:
-            self.thread = threading.Thread(target=run_all, args=(self.jobs,), daemon=True)
+            self.thread = threading.Thread(target=run_all, args=(self.jobs, self.failed),
+                                           daemon=True)
             self.thread.start()
         done = threading.Event()
         errors = []
@@ -41,10 +43,7 @@ class Background:
 
         def wait():
             while not self.thread and not done.is_set():
-                job = self.jobs.get()
-                run(*job)
-                if job[-1]:  # its error: what comes later is out of step with other ranks
-                    raise job[-1][0]
+                run(self.jobs.get(), self.failed)
             done.wait()
             if errors:
                 raise errors[0]
@@ -69,26 +68,23 @@ class Background:
         return wait
 
 
-def run(function, args, done, errors):
-    """Run a job, what start() puts into the queue. Keeps its error for the wait."""
+def run(job, failed):
+    """Run a job, what start() puts into the queue. Its error is kept for the wait, and in `failed`:
+    after an error the groups are out of step with other ranks, so later jobs fail with it, too."""
+    function, args, done, errors = job
     try:
+        if failed:
+            raise failed[0]
         with torch.no_grad():
             function(*args)
     except BaseException as error:
         errors.append(error)
+        failed[:] = errors
     done.set()
 
 
-def run_all(jobs):
-    """The thread of a Background: runs what comes, until None comes. After an error the groups are
-    out of step with other ranks: what comes later fails with the same error."""
-    errors = []
+def run_all(jobs, failed):
+    """The thread of a Background: runs what comes, until None comes."""
     while job := jobs.get():
-        if errors:
-            *_, done, later = job
-            later += errors
-            done.set()
-        else:
-            run(*job)
-            errors = job[-1]
+        run(job, failed)
         del job  # while the thread waits it is to hold no tensors

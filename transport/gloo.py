@@ -2,7 +2,7 @@
 
     a send completes when the peer has posted the receive for it, so post receives first
     wait() blocks the thread, so wait as late as possible
-    tensors lie in memory element by element, on the CPU
+    tensors are contiguous, and on the CPU
 """
 
 import torch

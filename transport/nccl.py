@@ -51,8 +51,9 @@ class Nccl:
 
     def start_read(self, tensor):
         """Start to copy a tensor to the host. Returns a function that waits for the copy, then
-        returns the numbers. The host waits for the GPU nowhere else, so a rank that has died or
-        hangs is noticed here: RuntimeError if the copy is not there after `timeout` seconds."""
+        returns the numbers. The host waits for the GPU nowhere else (but where all experts are on
+        one rank: experts.py), so a rank that has died or hangs is noticed here: RuntimeError if the
+        copy is not there after `timeout` seconds."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.current_stream().record_event()
