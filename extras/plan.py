@@ -27,7 +27,7 @@ from run.flags import Config, Parser, check_layout, fail, parse
 from schedules import SCHEDULES, actions_of, cut, placement
 from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
 
-# A layout is a Config, train.py's flags. Letters are those of docs/memory.md. w: bytes of a weight
+# A layout is a Config, train.py's flags. Letters are those of docs/costs.md. w: bytes of a weight
 # and of an activation; `wide`: bytes of numbers that have at least 32 bits
 
 
