@@ -320,6 +320,8 @@ def schedules_command(words):
     parser.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args(words)
     P, m = args.P, args.m
+    if not 0 < P <= 500 or not 0 < m <= 20000 / P:
+        parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
     chosen = [args.schedule]
     if args.compare:
         chosen = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
@@ -351,8 +353,8 @@ def mesh_command(words):
     parser.add_argument("sizes", nargs=5, type=int, metavar="N", help="of dp pp ep cp tp")
     numbers = parser.parse_args(words).sizes
     D, P, E, C, T = numbers
-    if D % E:
-        parser.error(f"ep {E} must divide dp {D}")
+    if min(numbers) < 1 or D % E or D * P * C * T > 1000:
+        parser.error(f"sizes {words}: at least 1 each, at most 1000 ranks, and ep must divide dp")
     mesh = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
     print(grid(mesh))
     named = zip(("dp", "pp", "ep", "cp", "tp"), numbers, strict=True)
@@ -369,6 +371,8 @@ def sizes_command(words):
     parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
     args = parser.parse_args(words)
     m = args.microbatches
+    if not min(args.parameters, args.gpu_gb, m) > 0:
+        parser.error("parameters, --gpu-gb and --microbatches must be above 0")
     billions = args.parameters / 1e9
     weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1)
     print(f"{args.parameters:g} parameters of 2 bytes: weights {billions * weights:g} "
@@ -399,7 +403,10 @@ def main():
     parser.add_argument("name", choices=COMMANDS, metavar="NAME", help=", ".join(COMMANDS))
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS")
     args = parser.parse_args()
-    COMMANDS[args.name](args.words)
+    try:
+        COMMANDS[args.name](args.words)
+    except OSError as error:  # a picture that cannot be written
+        parser.error(in_words(error))
 
 
 if __name__ == "__main__":

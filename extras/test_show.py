@@ -58,8 +58,10 @@ def test_mesh_and_sizes(capsys):
 
 
 @pytest.mark.parametrize("words,says", [
-    ("ddp 2", "invalid choice: 2"), ("nothing", "nothing"), ("mesh 3 1 2 1 1", "ep 2 must divide"),
-    ("schedules interleaved 4 6", "multiple of 4 ranks")])
+    ("ddp 2", "invalid choice: 2"), ("nothing", "nothing"), ("sizes -5", "above 0"),
+    ("mesh 3 1 2 1 1", "ep must divide dp"), ("schedules interleaved 4 6", "multiple of 4 ranks"),
+    ("schedules 1f1b 99999 9", "at most 500"), ("mesh 1000 1000 1 1 1", "at most 1000"),
+    ("schedules 1f1b 2 2 --svg /nowhere/file", "/nowhere/file: No such file")])
 def test_wrong_words_are_answered_with_one_line(words, says, capsys, monkeypatch):
     assert says in one_line(show.main, ["show.py", *words.split()], capsys, monkeypatch)
 
