@@ -3,7 +3,6 @@ their rounding, the bytes of a step; and a Trainer needs nothing of run/."""
 
 import re
 import sys
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -180,11 +179,15 @@ def test_tensor_and_pipeline_ranks_send_the_bytes_of_the_formulas(corpus, words)
 
 
 def _without_run(rank, cfg):
-    modules = {name: None for name in sys.modules if name.startswith("run.")}
-    with patch.dict(sys.modules, {"run": None, **modules}):  # None: cannot be imported
+    hidden = {name: module for name, module in sys.modules.items()
+              if name.split(".")[0] == "run"}
+    sys.modules.update(dict.fromkeys(hidden))  # None: cannot be imported
+    try:
         with pytest.raises(ImportError):
             import run.log  # noqa: F401
         return differences(rank, cfg)[0]
+    finally:  # (patch.dict would also forget what torch imports meanwhile)
+        sys.modules.update(hidden)
 
 
 def test_a_trainer_needs_nothing_of_run(corpus):
