@@ -126,8 +126,10 @@ def demo_zero(rank, N):
         stepped = sum(weights.numel() for weights in reducer.weights)
         # Numbers of 8 bytes. What ZeRO-1 and 2 step is a part of this memory; ZeRO-3 has freed it
         whole = sum(flat.weights.untyped_storage().nbytes() // 8 for flat in reducer.trained_flats)
-        print(f"ZeRO-{zero}: of {psi} parameters rank 0 keeps {max(whole, stepped)}, and its "
-              f"optimizer steps {stepped}")
+        gradients = sum(flat.grads.numel() for flat in reducer.trained_flats
+                        if flat.grads is not None)
+        print(f"ZeRO-{zero}: of {psi} parameters rank 0 keeps {max(whole, stepped)} weights and "
+              f"{max(gradients, stepped)} gradients, and its optimizer steps {stepped}")
 
 
 def demo_tensor_parallel(rank, N):

@@ -10,8 +10,9 @@ from tests.harness import HERE, command, one_line, ranks
 
 
 @pytest.mark.parametrize("name,lines", [  # printed in docs/
-    ("zero", ["ZeRO-2: of 7520 parameters rank 0 keeps 7520, and its optimizer steps 1880",
-              "ZeRO-3: of 7520 parameters rank 0 keeps 1880, and its optimizer steps 1880"]),
+    ("zero", ["ZeRO-1: of 7520 parameters rank 0 keeps 7520 weights and 7520 gradients, and",
+              "ZeRO-3: of 7520 parameters rank 0 keeps 1880 weights and 1880 gradients, and its "
+              "optimizer steps 1880"]),
     ("ddp", []),
     ("tensor_parallel", [f"{'transformer.wte.weight':34}  [50, 16] on rank 0: [13, 16]"]),
     ("sequence_parallel", ["sequence_parallel: 124424 bytes sent"]),
