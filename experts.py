@@ -118,11 +118,12 @@ class MixtureOfExperts(nn.Module):
         # Sorted by expert: chosen [[0, 2], [2, 1]] gives the order 0 3 1 2, so the tokens 0 1 0 1
         chosen = chosen.flatten()  # (B * S * k,)
         order = chosen.argsort(stable=True)
+        token = order // k  # of each row
         counts = torch.zeros(self.n_experts, dtype=torch.long, device=x.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # rows for each expert
-        outputs = self.run_rows(tokens[order // k], counts)  # (B * S * k, C)
+        outputs = self.run_rows(tokens[token], counts)  # (B * S * k, C)
         y = torch.zeros_like(tokens)
-        y.index_add_(0, order // k, gates.flatten()[order].unsqueeze(1) * outputs)
+        y.index_add_(0, token, gates.flatten()[order].unsqueeze(1) * outputs)
         return y.view_as(x)
 
     # Replaced in replace_methods (below), where experts are on several ranks

@@ -307,7 +307,10 @@ def main():
     # Files of tests, or tests in these. (The value of a flag, such as 0 in -n 0, is no file)
     files = [flag for flag in flags if Path(flag.split("::")[0]).is_file()]
     if args.page or not ("-k" in flags or files):
-        wrong = prove(args.page or LAYOUTS)
+        try:
+            wrong = prove(args.page or LAYOUTS)
+        except ValueError as error:  # a layout that cannot be
+            parser.error(str(error))
         ranks.stop()
         if wrong or args.page:
             sys.exit(1 if wrong else 0)

@@ -133,7 +133,7 @@ class Rank:
         tables = 2 * model.block_size / self.layout.cp * model.hs * w if self.norm == 1 else 0
         if not model.n_experts:
             return self.n * (2 * C * w + 2 * self.norms() + (inside + mlp) / T) + tables
-        indices = 24 if self.layout.ep * self.slices == 1 else 48
+        indices = 24 if self.layout.ep * self.slices == 1 else 40
         routed = C * wide + mlp + k * (3 * C * w + w + wide + indices) + model.n_experts * wide
         counts = self.sequences * model.n_experts * wide
         return (self.n * (C * w + 2 * self.norms() + inside / T + routed / self.slices) + counts
@@ -206,7 +206,8 @@ class Rank:
         borders = [pair for pair in zip(self.where, self.where[1:], strict=False)
                    if len({*pair}) > 1]
         pp = m * sum(self.rank in pair for pair in borders) * activation / self.slices
-        if self.tied and x.pp > 1 and self.rank in (self.where[0], self.where[-1]):
+        first, last = self.where[0], self.where[-1]
+        if self.tied and first != last and self.rank in (first, last):
             pp += self.matrix * w / shards
 
         # zero.py's table. ZeRO-3 gathers only once what backward does not read (positions) or finds
