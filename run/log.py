@@ -58,7 +58,9 @@ class Log:
         self.waited = 0.0  # seconds in which this rank waited for messages in this step
         self.metrics = None
         if trainer.mesh.rank == 0:
-            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
+            interval, steps = self.cfg.eval_interval, self.cfg.steps
+            validates = interval > 0 and (first % interval == 0 or first == steps)
+            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
@@ -198,10 +200,11 @@ class Log:
                  f"\nreplicas {'agree' if self.ended_well else 'DISAGREE'}")
 
 
-def open_metrics(path, first):
+def open_metrics(path, first, validates=False):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
     aside. One that goes on from step `first` removes the lines of the steps that it repeats, and
-    what a crash has left behind the last whole line."""
+    what a crash has left behind the last whole line. validates: does the run validate before its
+    first step? If not, the validation at the end of the earlier run stays."""
     if first == 0 and path.exists():
         put_aside(path)
     kept = []
@@ -209,8 +212,8 @@ def open_metrics(path, first):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                came_before = record["step"] == first and "val_loss" in record
-                if record["step"] < first or came_before:
+                stays = record["step"] == first and "val_loss" in record and not validates
+                if record["step"] < first or stays:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")

@@ -18,6 +18,7 @@ from mesh import Mesh
 from run import checkpoint
 from run.checkpoint import MANIFEST, MODEL, OPTIMIZER, initial_values
 from run.flags import check_layout, parse
+from run.log import open_metrics
 from sizes import config_of
 from test_all import one_process
 from tests.harness import (
@@ -352,3 +353,11 @@ def test_a_manifest_whose_updates_are_a_whole_number_is_read(corpus, tmp_path):
     folder = checkpoint.save(small_trainer(corpus, tmp_path), 3)
     edited(MANIFEST, updates=3)(folder)
     assert checkpoint.read_manifest(folder)["updates"] == 3
+
+
+@pytest.mark.parametrize("validates,steps", [(False, [3, 4]), (True, [3])])
+def test_a_validation_that_the_resumed_run_repeats_is_written_once(tmp_path, validates, steps):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3, "loss": 1}\n{"step": 4, "val_loss": 1}\n')
+    open_metrics(path, 4, validates).close()
+    assert [record["step"] for record in records(tmp_path)] == steps
