@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         # Sorted by expert: chosen [[0, 2], [2, 1]] gives the order 0 3 1 2, so the tokens 0 1 0 1
         chosen = chosen.flatten()  # (B * S * k,)
         order = chosen.argsort(stable=True)
-        token = order // k  # of each row
+        token = order // k  # the token of each row
         counts = torch.zeros(self.n_experts, dtype=torch.long, device=x.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # rows for each expert
         outputs = self.run_rows(tokens[token], counts)  # (B * S * k, C)

@@ -236,7 +236,7 @@ class VocabularyLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, words, group):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
-        grad_x = []  # of some tokens each
+        grad_x = []  # gradients of x, for some tokens each
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         log_sums = x.new_zeros((), dtype=wide)  # sums over all tokens, as in loss_of_logits
         target_logits = x.new_zeros(1, dtype=wide)

@@ -70,8 +70,8 @@ class Trainer:
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
         # Each call cuts the model, in place, to what this rank has: its tokens of each sequence,
-        # its slice of each matrix, its experts; and updates the tags of what it cuts. A group of
-        # one rank cuts nothing. self.positions: where this rank's tokens stand in their sequence
+        # its slice of each matrix, its experts; and updates the tags of what it cuts. A group
+        # with one rank cuts nothing. self.positions: this rank's tokens' places in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
         # appends the products that it leaves to the second. None: backwards are whole

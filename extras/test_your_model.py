@@ -438,7 +438,7 @@ def train(row, reducer_class, replicas, D, mesh=None):
         optimizer.zero_grad()
         for replica in replicas:
             for k in range(MICROBATCHES):
-                torch.manual_seed(1000 + 100 * step + 10 * replica + k)  # of dropout
+                torch.manual_seed(1000 + 100 * step + 10 * replica + k)  # dropout's seed
                 (row.loss(model, part_of(step, replica, k)) / (D * MICROBATCHES)).backward()
         if row.before_gradients(model, optimizer, step):
             continue

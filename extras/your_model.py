@@ -163,7 +163,7 @@ class YourModel:
         task = torch._C._current_graph_task_id()
         if self.backward != task:
             self.backward = task
-            self.end_of_backward()  # of one around this one, as of torch.utils.checkpoint
+            self.end_of_backward()  # the outer backward, as under torch.utils.checkpoint
             self.expect(0, is_final=True)
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
