@@ -46,7 +46,7 @@ BUGS = [
      "for group in flat.others:", "for group in flat.others[1:]:", "--dp 4 --shard 2 --zero 3"),
 
     # Who holds what, and begins with what
-    ("each tensor rank draws its slice anew", "train.py",
+    ("each tensor rank draws its slice anew", "model.py",
      "tag.slice(initial_value(tag.name, tag.shape, config, seed))",
      "initial_value(tag.name, tag.slice_shape, config, seed)", "--tp 2"),
     ("all blocks begin with the same weights", "model.py",
