@@ -5,13 +5,14 @@ order. Every message passes Group.exchange, where bytes are counted (but for tor
 collectives, --collectives native, the default on GPUs). A tensor of n bytes is cut into N chunks
 (torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
 
-    reduce_scatter    each rank ends with the sum of its own chunk        n (N-1)/N
+    reduce_scatter    rank r ends with chunk r of the sum                 n (N-1)/N
     all_gather        each rank's own chunk is copied to all ranks        n (N-1)/N
     all_reduce        all ranks end with the sum of all: the two above    2 n (N-1)/N
     all_to_all        rank i's j-th tensor, of n/N bytes, goes to rank j  n (N-1)/N
 
-No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops: in a hop each
-rank sends one message, which takes latency + n/N / bandwidth. All ranks end with the same bits.
+No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops (of two ranks:
+one, all_reduce_of_two): in a hop each rank sends one message, which takes latency + n/N /
+bandwidth. All ranks end with the same bits.
 
     python -m extras.show collectives  a ring of 4 processes, hop by hop, and the bytes it sends
 """
@@ -93,9 +94,10 @@ class Group:
         overwritten. With combine, send and recv may be one tensor: each element is sent before the
         received one is merged into it. Returns their Work.
 
-        Messages from one rank to another arrive in the order in which they were sent. This may
-        return before either message is complete, and the rest moves in wait(): two ranks that
-        exchange cannot block each other."""
+        This may return before either message is complete; wait() then moves both of them, so two
+        ranks that exchange cannot block each other. Messages from one rank to another arrive in
+        the order in which they were sent. A message carries no name: a receive takes the next one,
+        whatever that was sent for."""
         what = f"rank {self.ranks[self.rank]}: group {self.name}"  # for an error
         if recv is not None and recv.numel() > 0:
             what += f", receive from rank {self.ranks[src]}"
@@ -263,7 +265,7 @@ def all_to_all(outputs, inputs, group):
 
 
 # ---- from a root: one rank that has the tensor at first ----
-# (train.py needs neither: each rank draws or reads its own slices. extras/your_model.py does.)
+# (Only extras/your_model.py needs these: in train.py each rank draws or reads its own slices.)
 
 
 def scatter(tensor, group, root=0):

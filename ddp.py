@@ -23,15 +23,16 @@ from collectives import all_reduce
 
 
 class Flat:
-    """One tensor for the parameters of a layer whose gradients are summed over the same groups.
-    Each parameter is a view of the tensor, and a message carries a layer. (A weight that two layers
-    share, and the experts of a layer, are Flats of their own.) The tensor is padded to a multiple
-    of D, and ZeRO (zero.py) cuts it into D chunks, one for each replica, a rank of the group.
+    """One tensor for those parameters of a layer that have their gradients summed over the same
+    groups. Each parameter is a view of the tensor, and a message carries a layer. (Flats of their
+    own: a weight that two layers share, experts, and under --sp what is replicated.) The tensor is
+    padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each rank of the
+    ZeRO group (shard.py).
 
     D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5:
 
         |c_attn . . . . . . . . . . . |c_proj . . |LayerNorm . . |padding|
-        |chunk 0, of replica 0       |chunk 1, of replica 1              |
+        |chunk 0, of rank 0          |chunk 1, of rank 1                 |
 
     Here each parameter gets its memory and its value: train.py makes the model on the meta device,
     where tensors have shapes only."""
@@ -40,7 +41,7 @@ class Flat:
         """value(tag): the initial value of the parameter with this tag, on the CPU."""
         self.params = params
         self.is_trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
-        self.group, *self.others = params[0].tag.sum_over  # the replicas; then further groups
+        self.group, *self.others = params[0].tag.sum_over  # the ZeRO group; others
         self.offsets = {}  # parameter -> index of its first element in the Flat
         numel = 0
         for param in params:
@@ -50,7 +51,8 @@ class Flat:
         self.weights = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = None  # their gradients, arranged like the weights
         self.grad_views = {}  # parameter -> its gradient's place in self.grads
-        # Gradients that the current backward has yet to compute: valid between expect() and start()
+        # Gradients that the current backward has yet to compute. expect() sets it anew for the
+        # backward whose gradients are sent; in other backwards the number means nothing
         self.missing = 0
         for param in params:
             view = self.view(self.weights, param)
@@ -68,10 +70,10 @@ class Flat:
         return tensor.narrow(0, self.offsets[param], param.numel()).view(param.shape)
 
     def pieces(self, part, first):
-        """[(tag, start, values)] of each parameter: those of its elements that lie in `part`, which
-        is the weights or gradients from index `first` on. The first of these elements is number
-        `start` of the parameter. A parameter outside of the part is listed, too, with no elements,
-        so that all replicas list the same."""
+        """part: a stretch of the weights or gradients, which begins at index `first` of the Flat.
+        Returns (tag, start, values) for each parameter: its elements within the part, of which the
+        first is its number `start`. A parameter outside of the part has no elements there, and is
+        listed all the same, so that a test can sum up the ranks' pieces, parameter by parameter."""
         found = []
         for param, offset in self.offsets.items():
             low = max(offset, first)
@@ -135,6 +137,11 @@ class DDP:
                        them on every rank
         whole()        (tag, this rank's whole slice) of every parameter
         sharded        True under ZeRO: each replica's optimizer steps different pieces
+
+    A gradient's way: autograd computes param.grad and calls grad_added(), collect() moves it into
+    Flat.grads, start() starts the sum over the ranks once the Flat is complete, gradients() waits
+    for it. Before expect() no Flat is in the queue: gradients of earlier microbatches add up, for
+    DDP and ZeRO-1 in Flat.grads.
     """
 
     sharded = False
@@ -185,15 +192,15 @@ class DDP:
 
     def grad_added(self, param):
         """Called by autograd when param.grad is complete, once in each backward. (For a tied
-        weight: after both of its users have added to param.grad.)"""
+        weight: after the gradients of both its users.)"""
         flat = self.home[param]
         # ZeRO-2 with a backward cut in two: the first half runs before expect(). Its gradients
         # stay in param.grad, and complete() collects them
         if flat in self.queue or not self.every_microbatch:
             self.collect(param, flat)
         flat.missing -= 1
-        # In the order of the queue, which is the same on all replicas: else two replicas would wait
-        # for each other forever
+        # In the order of the queue, which is the same on all replicas. A message carries no name:
+        # in another order one replica's block 2 would be added to another's block 3
         while self.queue and self.queue[0].missing == 0:
             self.start(self.queue.pop(0))
 

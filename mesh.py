@@ -3,19 +3,24 @@
 N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T): neighbours
 in number differ in the last axis. Launchers number ranks machine by machine, so these neighbours
 share the fast links of a machine; ranks far apart talk over the network. So the axis that talks
-most comes last (innermost):
+most comes last (innermost), ZeRO-3 aside:
 
-    axis   splits                   messages
-    rep    the batch                once per step, if ZeRO shards over fewer ranks (--shard)
-    shard  the batch                once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
-    pp     the layers               twice per microbatch and boundary of stages: forward, backward
-    ep     the batch, the experts   four all-to-alls of tokens per layer and microbatch
-    cp     the tokens of a sequence in each attention layer, forward and backward (ring: each hop)
-    tp     matrices                 four all-reduces per layer and microbatch; embedding and head
+    axis   splits                  messages
+    rep    the batch               once per step, if ZeRO shards over fewer ranks (--shard)
+    shard  the batch               once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
+    pp     the layers              twice per microbatch and boundary of stages: forward, backward
+    ep     the batch, the experts  four all-to-alls of tokens per block and microbatch
+    cp     a sequence's tokens     in each block's attention, forward and backward (ring: each hop)
+    tp     matrices                four all-reduces per block and microbatch, one each for
+                                   embedding and head
 
-The D data ranks (--dp) lie along the axes rep, shard and ep: mesh.group("dp") is all of them.
-Without --shard and --ep the axis shard has all D. --shard R: ZeRO shards over R data ranks, so rep
-has D/R; --ep E: E data ranks divide the experts, so shard has R/E.
+The D data ranks (--dp) lie along three axes, rep x shard x ep: mesh.group("dp") is all of them.
+ZeRO shards over the R ranks of shard x ep (and those of cp). For D = 8:
+
+    no flag                 1 x 8 x 1
+    --shard 4               2 x 4 x 1     ZeRO shards over 4 ranks: two copies of each shard
+    --ep 2                  1 x 4 x 2     two data ranks divide the experts
+    --shard 4 --ep 2        2 x 2 x 2
 
 A group along some axes: the ranks that differ in these axes only (drawn below).
 
@@ -134,7 +139,7 @@ class Mesh:
         because torch demands that."""
         if name not in self.groups:
             # Alone, if no group has this rank. A lone GPU has a carrier, which sends nothing, for
-            # its start_read: so the host can post the next step before it reads this one's numbers
+            # its start_read: so the host can post the next step before it reads this step's loss
             carrier = Nccl(None, None, 0, self.timeout) if self.device.type == "cuda" else None
             mine = Group(name, self.device, [self.rank], 0, carrier)
             for ranks in all_ranks:

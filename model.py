@@ -13,6 +13,7 @@ Other files replace or set parts of these layers:
 
     c_attn, c_fc, c_proj, wte, Head   matrices are split     split_matrices    tensor_parallel.py
     Embedding.positions               tokens are split       split_sequences   context_parallel.py
+                                      tokens are split again split_matrices    tensor_parallel.py
     Attention.attend                  tokens are split       split_sequences   context_parallel.py
                                       a cache of keys        generate          sample.py
     Block.mlp                         experts                MixtureGPT        experts.py
@@ -50,7 +51,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.wte = embedding(config.vocab_size, config.n_embd)
         self.wpe = embedding(config.block_size, config.n_embd)
-        self.positions = None  # (S,), where tokens are split: set in context_parallel.py
+        self.positions = None  # (S,), where tokens are split (split_sequences, split_matrices)
 
     def forward(self, idx):  # (B, S) token ids
         return self.wte(idx) + self.wpe(positions_of(idx, self.positions))  # (B, S, C)
@@ -59,8 +60,8 @@ class Embedding(nn.Module):
 def causal_attention(q, k, v):
     """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs). In
     sample.py q may be the last token alone, which sees all keys. In llama.py k and v have fewer
-    heads, each for several heads of q. The same for tokens on several ranks: ring_attention in
-    context_parallel.py."""
+    heads, each for several heads of q. ring_attention in context_parallel.py computes the same
+    where the tokens are on several ranks."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
 
 
@@ -118,8 +119,8 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# A target that adds nothing to the loss or to a gradient, where the last batch of a validation
-# lacks a window (data/batches.py). torch's default ignore_index
+# A target to be ignored, in loss and gradient: windows of such targets fill up the last batch of a
+# validation (data/batches.py). torch's default ignore_index
 ABSENT = -100
 
 
@@ -175,7 +176,7 @@ class GPT(nn.Module):
             yield local if local == UNTIED else f"transformer.{block}{local}", param
 
     def positioned(self):
-        """The modules that have `positions`, which a technique that splits tokens sets."""
+        """Modules with an attribute `positions`. A technique that splits the tokens sets it."""
         return [self.layers[0]]
 
 

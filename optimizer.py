@@ -90,6 +90,7 @@ class AdamW:
         device = scale.value.device
         self.wide = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
         # Weights of 16 bits: a copy of 32 bits; wider ones: the weights themselves
+        self.has_masters = self.wide != getattr(torch, cfg.dtype)
         self.masters = [weights.to(self.wide) for weights in self.weights]
         self.means = [torch.zeros_like(master) for master in self.masters]
         self.squares = [torch.zeros_like(master) for master in self.masters]
@@ -123,20 +124,20 @@ class AdamW:
             for indices in self.index_lists(grads, has_decay):
                 scaled = widened([grads[i] for i in indices], self.wide)
                 torch._foreach_mul_(scaled, factor.to(self.wide))
-                # adamw counts the step in a tensor of each weight: give it copies
+                # adamw adds 1 to a step count per weight, in place: give it copies
                 steps = [*self.num_steps.repeat(len(indices))]
                 adamw([self.masters[i] for i in indices], scaled, [self.means[i] for i in indices],
                       [self.squares[i] for i in indices], [], steps, fused=True,
                       found_inf=(~finite).float(), lr=lr, beta1=BETAS[0], beta2=BETAS[1], eps=1e-8,
                       weight_decay=decay, amsgrad=False, maximize=False)
         self.num_steps += finite
-        if self.weights and self.weights[0] is not self.masters[0]:
+        if self.has_masters and self.weights:
             torch._foreach_copy_(self.weights, self.masters)
         self.scale.update(finite)
 
     def index_lists(self, grads, has_decay):
-        """Yields lists of indices of those weights to which weight decay applies, or does not, with
-        some 3e7 elements together: so much of 16-bit gradients exists in 32 bits at a time."""
+        """Yields lists of indices of the weights with decay, or of those without. A list has some
+        3e7 elements, so that only so many 16-bit gradients are copied to 32 bits at a time."""
         indices, room = [], 1 << 25
         for i, tag in enumerate(self.tags):
             if decays(tag) == has_decay and grads[i].numel() > 0:
@@ -153,8 +154,7 @@ class AdamW:
     def named_states(self):
         """{name in a checkpoint: a tensor for each of the reducer's weights}."""
         states = {"exp_avg": self.means, "exp_avg_sq": self.squares}
-        has_masters = self.wide != getattr(torch, self.cfg.dtype)
-        return states | ({"master": self.masters} if has_masters else {})
+        return states | ({"master": self.masters} if self.has_masters else {})
 
     def numbers(self):
         """{name in a checkpoint: a tensor of one number}."""

@@ -4,7 +4,7 @@ The sum of gradients, the global norm, ZeRO, initial values and checkpoints read
 no technique by name. Each technique writes into the tag:
 
     data and context     gradients are to be summed over the ranks that see different tokens: the
-                         ZeRO group, because ZeRO shards over the same ranks
+                         ZeRO group (of an expert, a part of it: see below)
     tensor parallelism   a rank holds these rows or columns, or all T ranks hold the whole
                          (replicated); under sequence parallelism the T ranks see different tokens,
                          so gradients of replicated parameters are summed over them
@@ -23,15 +23,15 @@ import torch
 #
 #                                       rank 0   rank 1   rank 2   rank 3
 #   parameter   full     split by       d=0 t=0  d=0 t=1  d=1 t=0  d=1 t=1   sum_over   shared_by
-#   c_attn      QQKKVV   rows of q k v  Q.K.V.   .Q.K.V   Q.K.V.   .Q.K.V    dp         -
-#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      dp         tp
-#   wte         WWWW     rows           WW..     ..WW     WW..     ..WW      dp         -
+#   c_attn      QQKKVV   rows of q k v  Q.K.V.   .Q.K.V   Q.K.V.   .Q.K.V    zero       -
+#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      zero       tp
+#   wte         WWWW     rows           WW..     ..WW     WW..     ..WW      zero       -
 #   experts     ABCD     experts        AB..     AB..     ..CD     ..CD      alone      tp
 #
-# dp: the group of the data ranks, here the ZeRO group, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone:
-# a group of one rank. With --sp, where tensor ranks see different tokens:
+# zero: the ZeRO group, here the data ranks, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone: a group of
+# one rank. With --sp, where tensor ranks see different tokens:
 #
-#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      dp, tp     tp
+#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      zero, tp   tp
 #   experts     ABCD     experts        A...     .B..     ..C.     ...D      alone      -
 
 
@@ -41,10 +41,6 @@ class Tag:
     shape: torch.Size  # full shape
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # the [start, stop) of the full dim that this rank holds, in order
-    # The tensor ranks that hold the other slices (set in split()). None: not split over them, like
-    # an expert, which its rank holds whole. Nothing in the root reads this; a fork that needs a
-    # whole matrix does (extras/forks/muon.py)
-    split_over: object = None
     # Groups whose ranks all hold this slice. The ZeRO group is not listed here, because ZeRO may
     # leave each of its ranks only a chunk of the slice
     shared_by: tuple = ()
@@ -60,21 +56,16 @@ class Tag:
 
     @property
     def num_sharing(self):
-        """How many ranks share this slice, ranks of the ZeRO group not counted. In the picture:
-        1 for c_attn, 2 for LayerNorm (the tensor ranks)."""
+        """How many ranks share this slice, not counting the ZeRO group, which holders() adds. In
+        the picture: 1 for c_attn, 2 for LayerNorm (the tensor ranks)."""
         return math.prod(group.size for group in self.shared_by)
 
     def holders(self, sharded):
-        """How many ranks of the world hold the same summed gradient: that of this slice or, if
-        ZeRO has sharded it, that of a chunk. (No two ranks of a ZeRO group hold the same chunk.) In
-        the picture, not sharded and sharded: 2 and 1 for c_attn, 4 and 2 for LayerNorm."""
+        """How many ranks end with the same gradient after all sums. Without ZeRO: all that hold
+        the slice. With ZeRO (sharded) each rank of the ZeRO group has another chunk, so only those
+        of shared_by count. In the picture, without and with: 2 and 1 for c_attn, 4 and 2 for
+        LayerNorm."""
         return self.num_sharing * (1 if sharded else self.sum_over[0].size)
-
-    @property
-    def writes_checkpoint(self):
-        """Is this rank the first in each group of shared_by? In run/checkpoint.py only this one of
-        the `num_sharing` ranks writes the slice."""
-        return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):
         """The part of the full tensor that this rank holds. One range: a view."""
@@ -85,12 +76,6 @@ class Tag:
         # index_select, because torch.cat on train.py's meta device would import torch.compile,
         # which takes seconds
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
-
-    def put(self, part, full):
-        """The inverse of slice(): copy this rank's part into the full tensor."""
-        sizes = [stop - start for start, stop in self.ranges]
-        for (start, stop), values in zip(self.ranges, part.split(sizes, self.dim), strict=True):
-            full.narrow(self.dim, start, stop - start).copy_(values)
 
 
 def bounds(n, group):
@@ -132,4 +117,4 @@ def split(full, dim, group, parts=()):
         start, stop = bounds(size, group)
         ranges.append((offset + start, offset + stop))
         offset += size
-    return take_slice(full, replace(full.tag, dim=dim, ranges=tuple(ranges), split_over=group))
+    return take_slice(full, replace(full.tag, dim=dim, ranges=tuple(ranges)))

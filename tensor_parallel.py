@@ -17,6 +17,8 @@ column, two per block. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05
     torchrun train.py --tp 2 --sp        python -m extras.show tensor_parallel: a GPT on 4 ranks
 """
 
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -37,8 +39,10 @@ from shard import split
 
 
 def sum_in_place(x, group):
-    """The sum of the ranks' x, written over x: a partial sum or, in backward, a gradient, which
-    nothing else reads. (If x is not contiguous: written over a copy.)"""
+    """The sum of the ranks' x, written over x (if x is not contiguous: over a copy). Autograd does
+    not know, and need not: forward, x is the fresh output of a product or of a mask, which no
+    backward reads; in backward, the fresh gradient of a product's input, because f stands before
+    products only."""
     return all_reduce(x.contiguous(), group)
 
 
@@ -179,12 +183,16 @@ class VocabularyEmbedding(nn.Module):
         return self.g(rows.masked_fill(outside.unsqueeze(-1), 0), self.group)
 
 
-def tokens_at_a_time(x, weight):
-    """How many tokens VocabularyLoss takes at a time: as many as the model is wide, so that their
-    logits are as large as the gradient of the matrix; at least 512, because each pass of the loop
-    costs launches and messages. On a GPU as many as have 1.3e8 logits, if those are more."""
+def tokens_at_a_time(x, vocab_size, group):
+    """How many tokens VocabularyLoss takes at a time, the same on all ranks, which gather together:
+    as many as the model is wide, so that their logits are as large as the gradient of the matrix;
+    at least 512, because each pass of the loop costs launches and messages. On a GPU as many as
+    have 1.3e8 logits, if those are more."""
     tokens = max(x.size(-1), 512)
-    return tokens if x.device.type == "cpu" else max(tokens, (1 << 27) // weight.size(0))
+    if x.device.type == "cpu":
+        return tokens
+    most_words = math.ceil(vocab_size / group.size)  # rank 0's; other ranks may have one less
+    return max(tokens, (1 << 27) // most_words)
 
 
 def add_product(total, grad, x):
@@ -200,7 +208,7 @@ def add_product(total, grad, x):
 def loss_of_logits(logits, targets, words, group):
     """Cross-entropy of some tokens, whose logits are spread over the ranks by words.
 
-    In: logits (n, V/T), of this rank's words [start, stop); targets (n,), any words.
+    In: logits (n, V/T), of this rank's words; targets (n,), any words; words: (start, stop).
     Out: the sum over tokens of the targets' logits, this rank's term of it; the sum over tokens of
     log(sum(exp(logits))) over all words, the same on all ranks; and the gradient of the loss,
     (n, V/T): softmax(logits), less 1 at the target. Sent: T-1 numbers per token."""
@@ -227,20 +235,20 @@ class VocabularyLoss(torch.autograd.Function):
     never exist at once (1.3 times as fast as F.cross_entropy, and half of the memory, at 50,257
     words).
 
-    In: x (tokens, C); weight (V/T, C), this rank's words [start, stop); targets (tokens,). Out: the
-    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. Forward
-    also computes both gradients: that of the logits times W is this rank's term of x's gradient;
-    its transpose times x is W's. Backward multiplies them by the gradient of the loss."""
+    In: x (tokens, C); weight (V/T, C), this rank's words; targets (tokens,); words: (start, stop);
+    n: how many tokens at a time. Out: the sum over tokens of log(sum(exp(logits))) -
+    logits[target], the same on all ranks. Forward also computes both gradients. With G (tokens,
+    V/T), the gradient of the logits, G W is this rank's term of x's gradient, and G^T x is W's.
+    Backward multiplies both by the gradient of the loss."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, words, group):
+    def forward(ctx, x, weight, targets, words, n, group):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
         grad_x = []  # gradients of x, for some tokens each
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         log_sums = x.new_zeros((), dtype=wide)  # sums over all tokens, as in loss_of_logits
         target_logits = x.new_zeros(1, dtype=wide)
-        n = tokens_at_a_time(x, weight)
         for some, wanted in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
             logits = (some @ weight.t()).to(wide)  # (n, V/T)
             some_target_logits, some_log_sums, grad = loss_of_logits(logits, wanted, words, group)
@@ -263,7 +271,7 @@ class VocabularyLoss(torch.autograd.Function):
             grad_x = grad_x * grad.to(grad_x.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 class VocabularyHead(nn.Module):
@@ -281,10 +289,12 @@ class VocabularyHead(nn.Module):
         weight = self.lm_head.weight
         words = weight.tag.ranges[0]
         x = self.f(self.ln_f(x), self.group)  # (B, S, C)
+        n = tokens_at_a_time(x, weight.tag.shape[0], self.group)
         # A validation needs no gradient. Without detach() VocabularyLoss would compute that of the
         # weight: ctx.needs_input_grad ignores no_grad
         weight = weight if torch.is_grad_enabled() else weight.detach()
-        return VocabularyLoss.apply(x.flatten(0, 1), weight, targets.flatten(), words, self.group)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        return VocabularyLoss.apply(x, weight, targets, words, n, self.group)
 
 
 # ---- a whole model ----
@@ -298,6 +308,7 @@ def tag_replicated(model, group, sum_gradients):
     head_norms = {param for block in model.layers[1:-1]
                   for name, param in block.attn.named_parameters() if name.startswith("ln_")}
     for param in model.parameters():
+        # Whole: of its full shape. (Experts are, too; spread_experts writes their tags anew)
         if param.shape == param.tag.shape:
             param.tag.shared_by += (group,)
             if sum_gradients or param in head_norms:
@@ -307,9 +318,9 @@ def tag_replicated(model, group, sum_gradients):
 def split_matrices(model, group, sp=False, deferred=None):
     """Replace the matrices of a model by this rank's slices.
 
-    In: a whole, tagged model. With sp (sequence parallelism) split_sequences has set its positions,
-    and T divides S (with context parallelism over N ranks: S/N). deferred: a list to which backward
-    appends its deferred products (DeferredProduct), or None.
+    In: a whole, tagged model, whose positions split_sequences has set (also without --cp). With sp
+    (sequence parallelism) T divides S (with context parallelism over N ranks: S/N).
+    deferred: a list to which backward appends its deferred products (DeferredProduct), or None.
     After: each parameter is this rank's slice, tagged as such, or is tagged as held by all ranks of
     the group; its layers are the parallel ones above. With sp the gradients of replicated
     parameters are to be summed over the group. In a group of one only the head is replaced, unless
@@ -321,7 +332,7 @@ def split_matrices(model, group, sp=False, deferred=None):
     sp = sp and group.size > 1
     f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
     embedding, *blocks, head = model.layers
-    model.layers[-1] = VocabularyHead(head, group, f)
+    model.layers[-1] = head = VocabularyHead(head, group, f)
     if group.size == 1 and deferred is None:
         return
     is_tied = head.lm_head.weight is embedding.wte.weight

@@ -63,15 +63,17 @@ class Trainer:
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # The ZeRO group: ranks that hold the same weights, and see different sequences (the axes
-        # shard and ep of mesh.py) or different tokens of a sequence (cp). ZeRO shards over them.
-        # With --shard this group is smaller, and other ranks with the same weights are along rep
+        # The ZeRO group, over which ZeRO shards: ranks that hold the same weights (but for experts,
+        # whose tags spread_experts narrows), and see different sequences (the axes shard and ep of
+        # mesh.py) or different tokens of a sequence (cp). With --shard this group is smaller, and
+        # the other ranks with the same weights are along rep
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
         # Each call cuts the model, in place, to what this rank has: its tokens of each sequence,
-        # its slice of each matrix, its experts; and updates the tags of what it cuts. A group
-        # with one rank cuts nothing. self.positions: this rank's tokens' places in their sequence
+        # its slice of each matrix, its experts; and updates the tags of what it cuts. (In a
+        # group of one all positions are this rank's, and only the head is replaced.)
+        # self.positions: the places of this rank's tokens in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
         # appends the products that it leaves to the second. None: backwards are whole
@@ -97,6 +99,7 @@ class Trainer:
 
         # The reducer, DDP or ZeRO, gives each parameter its memory and its initial value
         self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device, mesh.background)
+        # float16's factor of the loss: the pipeline multiplies by it, the optimizer divides
         scale = LossScale(self.dtype, mesh.device)
         self.optimizer = AdamW(cfg, self.reducer, scale)
         # Shape of an activation between two stages, (B, S, C): sequences of a microbatch, tokens of
@@ -118,8 +121,9 @@ class Trainer:
         the loss per token; the global norm of the gradients, nan if the loss is not finite; and the
         number of ranks that were asked to stop."""
         self.grads = []  # free those of the step before (ZeRO-2, 3; DDP and ZeRO-1 keep theirs)
-        # Forward and backward. This rank's part of the loss per token; 0 without the last stage.
-        # All tensor ranks compute the same loss: each adds 1/tp of it
+        # Forward and backward. The pipeline divides each loss by the tokens of the whole batch
+        # before backward. own_loss: this rank's part of the loss per token; 0 without the last
+        # stage. All tensor ranks compute the same loss: each adds 1/tp of it
         own_loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
         self.grads = self.reducer.gradients()  # summed over the groups that the tags name
         own_square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
@@ -140,8 +144,8 @@ class Trainer:
         # batches: an iterator, a list of microbatches for each batch
         num_windows, batches = data.validation(self.cfg, self.mesh, num_batches)
         loss = sum(self.pipeline.run(self.own(microbatches)) for microbatches in batches)
-        # The loss of each batch was divided by batch_size windows: divide the sum by num_windows
-        # instead, and by tp, because all tensor ranks have the same loss
+        # The loss of each batch was divided by the tokens of batch_size windows: divide the sum by
+        # those of num_windows instead, and by tp, because all tensor ranks have the same loss
         loss = loss * self.cfg.batch_size / num_windows / self.cfg.tp
         return world.read(all_reduce(loss.view(1), world))[0]
 
@@ -198,7 +202,7 @@ def train(cfg, mesh, local_rank):
 
     for step in range(first, cfg.steps):
         if is_due(step, cfg.eval_interval):
-            log.catch_up()  # a GPU's steps are printed one step late: print the one before
+            log.catch_up()  # a GPU's steps are printed one step late: print step - 1 first
             log.validation(step, trainer.validate(data, EVAL_BATCHES))
         lr = learning_rate(cfg, step)
         with log.watching(step):  # --watch: the messages of the first step
@@ -212,7 +216,7 @@ def train(cfg, mesh, local_rank):
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    if not log.gave_up and log.done > first:  # done: steps so far, those before a resume included
+    if not log.gave_up and log.done > first:  # done: the steps run, from step 0 on
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.ends_early:
         log.validation(cfg.steps, trainer.validate(data))
@@ -225,7 +229,8 @@ def main():
     from run.launch import joined, place
 
     process = place()  # the numbers that the launcher gave this process
-    cfg, _ = read_command_line(__doc__, process.world)  # as start() did. _: the number of ranks
+    # start() has read the flags, too, before torch was imported; main() may be called without it
+    cfg, num_ranks = read_command_line(__doc__, process.world)
     with joined(cfg, process.world) as device:  # an error inside ends all ranks, with one line
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, process.local_rank)

@@ -27,28 +27,28 @@ import torch
 from collectives import all_gather, own_chunk, reduce_scatter
 from ddp import DDP
 
-# Which chunks of a block's Flat each replica has in memory, D = 2. #: all the time; o: a part of it
+# Which chunks of a block's Flat a rank has in memory, D = 2. #: all the time; o: part of a step
 #
 #                        DDP       ZeRO-1    ZeRO-2    ZeRO-3
 #    chunk                0 1       0 1       0 1       0 1
-#    replica 0
+#    rank 0
 #      weights            # #       # #       # #       # o
 #      gradients          # #       # #       # o       # o
 #      optimizer states   # #       #         #         #
-#    replica 1
+#    rank 1
 #      weights            # #       # #       # #       o #
 #      gradients          # #       # #       o #       o #
 #      optimizer states   # #         #         #         #
 #
 # o of weights: while this block computes, or the one before it in the pass. o of gradients: from
-# backward until the replicas have reduced them
+# backward until the ranks have reduced them
 #
 # A step of ZeRO-3 with three blocks. F2: forward of block 2; B2: its backward
 #
-#    computes              | F1  | F2  | F3  | B3  | B2  | B1  | AdamW
-#    gathers weights     1 | 2   | 3   |     | 2   | 1   |
-#    has whole weights     | 1 2 | 2 3 | 3   | 3 2 | 2 1 | 1   |
-#    reduces gradients                             | 3   | 2   | 1
+#    computes              | F1  | F2  | F3  | B3  | B2  | B1  |     | AdamW
+#    gathers weights     1 | 2   | 3   |     | 2   | 1   |     |     |
+#    has whole weights     | 1 2 | 2 3 | 3   | 3 2 | 2 1 | 1   | 1   | 1
+#    reduces gradients     |     |     |     |     | 3   | 2   | 1   |
 
 
 def first_of_chunk(flat):
@@ -120,9 +120,9 @@ class ZeRO1(DDP):
 
 class ZeRO2(ZeRO1):
     """Shards gradients too. As soon as a backward has computed the gradients of a Flat, they are
-    reduce-scattered, while backward goes on to the next Flat; when that one's gradients are there,
-    this rank's chunk is added to the sum, and the rest is freed. So at most two layers' whole
-    gradients exist at a time."""
+    reduce-scattered, while backward goes on to the next Flat. When the next Flat's gradients are
+    there, this rank's chunk is added to the sum, and the rest is freed. So whole gradients exist of
+    two layers at most."""
 
     every_microbatch = True
 
@@ -175,7 +175,8 @@ class ZeRO3(ZeRO2):
 
     The background runs gathers and reductions in the order in which they were started, and that
     order must be the same on all replicas. So if a parameter gets a gradient on one replica, it
-    must get one on all."""
+    must get one on all. (DDP, ZeRO-1 and 2 only start reductions in backward, one per Flat: there a
+    missing gradient counts as zeros, and the order stays.)"""
 
     def __init__(self, *args):
         # Flat -> this rank's chunk of its weights. Now, because __init__ calls pieces_to_step

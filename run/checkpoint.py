@@ -362,8 +362,8 @@ def save(trainer, step, data_folder=""):
         for path, _, _ in files:
             entries |= open_tensors(path)
         for name, tag, start, values in pieces:
-            if not tag.writes_checkpoint:
-                continue  # another rank writes this slice
+            if any(group.rank > 0 for group in tag.shared_by):
+                continue  # the first of the ranks that share this slice writes it
             begin, stop = 0, len(values)
             if not trainer.reducer.sharded:  # each rank of the ZeRO group has all: it writes a part
                 begin, stop = bounds(len(values), tag.sum_over[0])

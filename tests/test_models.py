@@ -3,6 +3,7 @@ loss in chunks, and the FLOPs and parameters that sizes.py counts."""
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from experts import kind_of
+from experts import kind_of, on_meta
 from mesh import Mesh
 from model import ABSENT, build, initial_value
-from shard import bounds
+from shard import bounds, tag_whole
 from sizes import GPTConfig, LlamaConfig
-from tensor_parallel import VocabularyLoss
+from tensor_parallel import VocabularyLoss, split_matrices
 from tests.harness import ALONE, VOCAB, close, peak_bytes, random, ranks
 
 GPT = GPTConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24)
@@ -183,10 +184,10 @@ def _loss_in_chunks(rank, T, dtype):
     x, weight, targets = loss_case(dtype)
     words = bounds(VOCAB, group)
     rows = weight[slice(*words)].clone().requires_grad_()
-    loss = VocabularyLoss.apply(x.requires_grad_(), rows, targets, words, group)
+    loss = VocabularyLoss.apply(x.requires_grad_(), rows, targets, words, 512, group)
     (loss / 600).backward()
     with torch.no_grad():
-        again = VocabularyLoss.apply(x, rows, targets, words, group)
+        again = VocabularyLoss.apply(x, rows, targets, words, 512, group)
     return loss.detach(), x.grad, rows.grad, again
 
 
@@ -217,7 +218,7 @@ def test_the_gradient_of_the_words_stays_in_float16s_range():
     x = torch.zeros(1024, 1024).half()
     x[:, 0] = 100
     targets = torch.zeros(1024, dtype=torch.long)
-    (VocabularyLoss.apply(x, weight, targets, (0, 8), ALONE) / 1024).backward()
+    (VocabularyLoss.apply(x, weight, targets, (0, 8), 512, ALONE) / 1024).backward()
     close(weight.grad[0, 0], -87.5, "gradient", 1e-3)
 
 
@@ -226,10 +227,25 @@ def test_the_logits_of_all_tokens_are_never_in_memory_at_once():
     targets = torch.zeros(4096, dtype=torch.long)
 
     def loss_and_gradients():
-        VocabularyLoss.apply(x, weight, targets, (0, 1000), ALONE).backward()
+        VocabularyLoss.apply(x, weight, targets, (0, 1000), 512, ALONE).backward()
 
     chunk = 512 * 1000 * 4  # bytes of logits; their shares, and the mask, are as large
     assert chunk <= peak_bytes(loss_and_gradients) < 4 * chunk < 4096 * 1000 * 4
+
+
+def test_on_a_gpu_each_rank_takes_as_many_tokens_at_a_time(monkeypatch):
+    """4 does not divide 50,257 words, but the ranks gather together. Meta tensors, as on a GPU."""
+    taken = set()
+    monkeypatch.setattr(VocabularyLoss, "apply", lambda *args: taken.add(args[4]))
+    for rank in range(4):
+        group = SimpleNamespace(size=4, rank=rank)
+        model = on_meta(replace(GPT, vocab_size=50257, n_head=4))
+        tag_whole(model, ALONE, ALONE)
+        split_matrices(model, group)
+        head = model.layers[-1]
+        head.f = lambda x, group: x
+        head(torch.empty(1, 16384, 24, device="meta"), torch.empty(1, 16384, device="meta"))
+    assert taken == {(1 << 27) // 12565}
 
 
 # ---- what sizes.py counts ----

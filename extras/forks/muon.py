@@ -7,8 +7,8 @@ https://kellerjordan.github.io/posts/muon/; rate and decay like in arXiv 2502.16
 
 What the fork shows: the tag is enough. O is a function of the whole matrix, but a rank may hold a
 slice of the matrix (--tp), and a piece of the slice (--zero). whole_matrix puts pieces and slices
-together, tag.slice and `start` take this rank's piece of O: no line asks which technique has split
-the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by AdamW.)
+together, tag.slice and `start` take this rank's piece of O, however the matrix was cut. (c_attn,
+which is q, k and v, is one matrix here; experts step by AdamW.)
 
 Held: AdamW's states; the second moments of the matrices are not used. Where n is the number of
 elements of the whole matrices of a stage, each rank sends, beside what AdamW sends, under --tp
@@ -40,23 +40,28 @@ def newton_schulz(u):
     return x if wide else x.t()
 
 
-def whole_matrix(piece, tag, start, sharded):
+def whole_matrix(piece, tag, start, sharded, tp):
     """The whole matrix, of which this rank holds a piece: elements from `start` on of its slice.
-    Each sum puts pieces together, because every rank has zeros beside its own."""
+    Each sum puts pieces together, because every rank has zeros beside its own. tp: the group of the
+    tensor ranks."""
     held = piece.new_zeros(tag.slice_shape.numel())
     held[start : start + piece.numel()] = piece
     if sharded:  # ZeRO: each replica has a piece of the slice, perhaps an empty one
         all_reduce(held, tag.sum_over[0])
+    if tag.slice_shape == tag.shape:
+        return held.view(tag.shape)
     full = piece.new_zeros(tag.shape)
-    tag.put(held.view(tag.slice_shape), full)
-    return all_reduce(full, tag.split_over) if tag.split_over else full
+    places = tag.slice(torch.arange(full.numel()).view(tag.shape))  # of this rank's elements
+    full.view(-1)[places.flatten().to(full.device)] = held
+    return all_reduce(full, tp)
 
 
 class Muon(AdamW):
     """Muon for the matrices of the blocks, else AdamW."""
 
-    def __init__(self, cfg, reducer, scale):
+    def __init__(self, cfg, reducer, scale, tp):
         super().__init__(cfg, reducer, scale)
+        self.tp = tp
         self.starts = reducer.starts
         self.sharded = reducer.sharded
         self.matrices = [i for i, tag in enumerate(self.tags)
@@ -78,7 +83,7 @@ class Muon(AdamW):
         master, mean, tag, start = self.masters[i], self.means[i], self.tags[i], self.starts[i]
         mean.lerp_(grad, 1 - MOMENTUM)
         u = grad.lerp(mean, MOMENTUM)
-        full = whole_matrix(u, tag, start, self.sharded)
+        full = whole_matrix(u, tag, start, self.sharded, self.tp)
         update = 0.2 * math.sqrt(max(full.shape)) * newton_schulz(full)
         held = tag.slice(update).flatten()[start : start + grad.numel()]
         master -= lr * (held + self.cfg.weight_decay * master)
