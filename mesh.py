@@ -19,7 +19,7 @@ has D/R; --ep E: E data ranks divide the experts, so shard has R/E.
 
 A group along some axes: the ranks that differ in these axes only (drawn below).
 
-    python -m extras.show mesh 2 2 1 1 2    prints the ranks and groups of dp 2 pp 2 ep 1 cp 1 tp 2
+    python -c "from mesh import lay_out; print(lay_out({'shard': 2, 'pp': 2, 'tp': 2}, ['pp']))"
 """
 
 import math
