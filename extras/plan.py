@@ -9,14 +9,15 @@
     messages    the bytes that a rank sends in a step along each axis (counted, too)
     seconds     a roofline: FLOPs and bytes over shares of what data sheets say. An estimate
 
-Not counted: padding, numbers per step, unevenly chosen experts, latency, stragglers.
+Not counted: padding, logits, numbers per step, unevenly chosen experts, latency, stragglers, what
+the norms of a Qwen's heads save.
 """
 
 import signal
 import statistics
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +40,10 @@ from tensor_parallel import split_matrices
 
 @cache
 def stages_of(model, schedule, P):
-    """[(embeddings, blocks, heads)] of the stages, cut as in train.py."""
+    """The layers of each stage, cut as in train.py: ["EBB", "BBH"] is embedding, blocks, head."""
+    layers = "E" + "B" * model.n_layer + "H"
     cuts = cut(model.layer_costs(), P * SCHEDULES[schedule].stages_per_rank)
-    last = model.n_layer + 1  # layers: 0 the embedding, 1 to n_layer the blocks, then the head
-    return [(int(start == 0), min(stop, last) - max(start, 1), int(stop > last))
-            for start, stop in cuts]
+    return [layers[start:stop] for start, stop in cuts]
 
 
 cached_actions_of = cache(actions_of)  # many layouts have the same list
@@ -81,8 +81,8 @@ class Rank:
         self.model, self.rank = model, rank
         self.where = placement(x.schedule, x.pp)
         stages = stages_of(model, x.schedule, x.pp)
-        own = [stage for stage, owner in zip(stages, self.where, strict=True) if owner == rank]
-        self.embeddings, self.blocks, self.heads = map(sum, zip(*own, strict=True))
+        own = "".join(stages[s] for s, owner in enumerate(self.where) if owner == rank)
+        self.embeddings, self.blocks, self.heads = map(own.count, "EBH")
         self.w = WIDTHS[x.dtype]
         self.wide = max(self.w, 4)
         self.slices = x.tp if x.sp else 1  # parts of a tensor that only --sp splits
@@ -90,12 +90,16 @@ class Rank:
         self.n = self.sequences * model.block_size / x.cp  # tokens of a microbatch
         self.replicas = x.dp * x.cp  # over which ZeRO shards; experts: over every E-th of them
 
-        # Numbers per token, before T splits them. A Llama has two matrices into an MLP
+        # Numbers per token, before T splits them
+        C = model.n_embd
         self.llama = isinstance(model, LlamaConfig)
-        self.kv = model.kv_width if self.llama else model.n_embd
+        self.kv = model.kv_width if self.llama else C
         self.qkvo = 2 * (model.query_width + self.kv)  # queries, keys, values, result
-        self.hidden = model.n_hidden if self.llama else 4 * model.n_embd
-        self.into = self.hidden * (2 if self.llama else 1)  # outputs of matrices into an MLP
+        self.hidden = model.n_hidden if self.llama else 4 * C
+        self.into = self.hidden * (2 if self.llama else 1)  # a Llama has two matrices into an MLP
+        # Bytes that a norm saves of a token: its input, mean and deviation. RMSNorm: the normalized
+        # input, too, on a CPU
+        self.norm = (2 * C + 1 if self.llama else C + 2) * self.w / self.slices
 
         # Parameters: experts and others, of a block and of all layers
         embedding, block, head = sliced_layers(model, x.tp)
@@ -120,26 +124,17 @@ class Rank:
         experts = bytes_per_parameter(zero, self.replicas / self.layout.ep, self.w)
         weights, gradients, optimizer = (self.others * a + self.blocks * self.experts * b
                                          for a, b in zip(others, experts, strict=True))
-        # What exists for a moment, roughly: logits (tensor_parallel.py); ZeRO-2 and 3: the
-        # gradients of two layers; ZeRO-3: their weights
-        logits = min(self.n * self.model.vocab_size / self.layout.tp, 2**27)
+        # For a moment exist, under ZeRO-2 and 3, the gradients of two layers; ZeRO-3: their weights
         layer = max(self.dense + self.experts, self.matrices)
-        buffers = self.heads * logits * (self.w + 2 * self.wide)
-        buffers += {2: 2, 3: 4}.get(zero, 0) * layer * self.w
+        buffers = {2: 2, 3: 4}.get(zero, 0) * layer * self.w
         return {"weights": weights, "gradients": gradients, "optimizer": optimizer,
                 "activations": self.activations(), "buffers": buffers}
-
-    def norm(self):
-        """Bytes that a norm saves of a token: its input, mean and deviation. RMSNorm: 2 C + 1,
-        because a CPU saves the normalized input, too."""
-        C = self.model.n_embd
-        return (2 * C + 1 if self.llama else C + 2) * self.w / self.slices
 
     def block(self):
         """Bytes that a block's forward saves of a microbatch. In numbers per token:
 
             2 C                     the inputs of two columns; --sp has gathered them
-            2 C + 4, 1/T by --sp    two norms
+            2 C + 4, 1/T by --sp    two norms; of a Llama 4 C + 2
             2 q + 2 kv, 1/T         queries, keys, values, result; and a number for each head
             2 into, 1/T             in and out of GELU; or gate, SiLU, other factor, product
 
@@ -149,7 +144,7 @@ class Rank:
         model, w, wide, T = self.model, self.w, self.wide, self.layout.tp
         C, k = model.n_embd, model.top_k
         mlp = 2 * self.into * w
-        token = C * w + 2 * self.norm() + (self.qkvo * w + model.n_head * wide) / T
+        token = C * w + 2 * self.norm + (self.qkvo * w + model.n_head * wide) / T
         tables = 2 * model.block_size / self.layout.cp * model.hs * w if self.llama else 0
         if not model.n_experts:
             return self.n * (token + C * w + mlp / T) + tables
@@ -165,7 +160,7 @@ class Rank:
         # Where words are split: the row of each id, and is it on another rank?
         embedding = 9 * self.n * (x.tp > 1 or SCHEDULES[x.schedule].splits_backward)
         # The forward of the head has computed the gradients of its input and of its matrix
-        head = self.n * (self.norm() + C * self.w) + self.matrix * self.wide
+        head = self.n * (self.norm + C * self.w) + self.matrix * self.wide
         # Between I and W a block keeps inputs of matrices, and gradients of their outputs
         deferred = 2 * C + self.qkvo / x.tp
         if not self.model.n_experts:
@@ -175,7 +170,8 @@ class Rank:
         m = x.microbatches if x.schedule == "gpipe" else min(x.microbatches, 2 * x.pp)
         held = most = 0
         for kind, stage, _ in cached_actions_of(x.schedule, x.pp, m, self.rank):
-            embeddings, blocks, heads = stages_of(self.model, x.schedule, x.pp)[stage]
+            layers = stages_of(self.model, x.schedule, x.pp)[stage]
+            embeddings, blocks, heads = map(layers.count, "EBH")
             saved = embeddings * embedding + blocks * kept + heads * head
             if kind in ("B", "I") and blocks:
                 # The head's backward comes first; then the stage's last block is computed again
@@ -222,9 +218,8 @@ class Rank:
 
         # Activations go to the next stage, gradients to the one before. Once: the gradient of the
         # tied matrix goes to the other end
-        borders = [pair for pair in zip(self.where, self.where[1:], strict=False)
-                   if len({*pair}) > 1]
-        pp = m * sum(self.rank in pair for pair in borders) * activation / self.slices
+        borders = sum(a != b and self.rank in (a, b) for a, b in pairwise(self.where))
+        pp = m * borders * activation / self.slices
         first, last = self.where[0], self.where[-1]
         if self.tied and first != last and self.rank in (first, last):
             pp += self.matrix * w / shards
@@ -268,7 +263,7 @@ GPUS = {
 MFU = 0.44  # the median of these runs: the guess without a plan
 HBM, NVLINK, NETWORK = 0.66, 0.52, 0.65
 UNHIDDEN = 0.27  # of its own time a message costs, though compute goes on beside it
-USABLE = 0.93  # of gb: CUDA, NCCL and fragmentation take the rest
+USABLE = 0.93  # of gb: logits, CUDA, NCCL and fragmentation take the rest
 # Bytes that kernels read and write in forward and backward, for each byte saved. Per token a GPT's
 # block saves 16 C numbers, and moves 38 C in each of three passes: 7.1; a Llama's 20 C, 40 C: 6
 MOVED = 6.6
@@ -364,23 +359,9 @@ def layouts(model, gpus, gpu, batch_size):
         yield layout
 
 
-def search(model, gpus, gpu, batch_size):
-    """[(seconds, layout, memory of its fullest rank, bubble, messages)] of the layouts that fit,
-    the fastest first."""
-    found = []
-    for layout in layouts(model, gpus, gpu, batch_size):
-        ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
-        held = max((rank.memory() for rank in ranks), key=lambda held: sum(held.values()))
-        if sum(held.values()) <= 1e9 * USABLE * gpu.gb:
-            seconds, bubble, sent = step_seconds(ranks, gpu)
-            found.append((seconds, layout, held, bubble, sent))
-    return sorted(found, key=lambda row: row[0])
-
-
 # ---- models, and published runs ----
 
-MODELS = {"gpt2-xl": "48,25,1600,50257", "gpt3-13b": "40,40,5120,51200",
-          "gpt3-175b": "96,96,12288,51200", "llama3-8b": "32,32,4096,128256,14336,8",
+MODELS = {"gpt3-175b": "96,96,12288,51200", "llama3-8b": "32,32,4096,128256,14336,8",
           "llama3-70b": "80,64,8192,128256,28672,8", "llama3-405b": "126,128,16384,128256,53248,8",
           "mixtral-8x7b": "32,32,4096,32000,14336,8,128,8,2",
           "qwen3-235b": "94,64,4096,151936,1536,4,128,128,8"}
@@ -389,7 +370,7 @@ MODELS = {"gpt2-xl": "48,25,1600,50257", "gpt3-13b": "40,40,5120,51200",
 def model_of(words):
     """The model of a name in MODELS, of a folder with a config.json, or of numbers: layers, heads,
     width, vocabulary; a Llama: also MLP width, heads of keys; a mixture: these, of an expert, then
-    head width, experts, experts per token."""
+    head width, experts, experts per token. The caller sets block_size."""
     if Path(words, "config.json").is_file():
         settings = read_json(Path(words, "config.json"))
         vocab_size = number(settings, "vocab_size", whole=True)
@@ -447,12 +428,18 @@ ROW = ("{:>4} {:>2} {:>2} {:>2} {:>2} {:>4} {:11} {:>4} {:>2} {:5} | {:>4} {:>4}
 
 
 def show(model, gpus, gpu, batch_size):
-    """Print the fastest layout of each split, the fastest first. ValueError: none fits."""
-    found = search(model, gpus, gpu, batch_size)
+    """Print the layouts that fit, the fastest first, one of each split. ValueError: none fits."""
+    found = []  # (seconds, layout, memory of its fullest rank, bubble, messages)
+    for layout in layouts(model, gpus, gpu, batch_size):
+        ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
+        held = max((rank.memory() for rank in ranks), key=lambda held: sum(held.values()))
+        if sum(held.values()) <= 1e9 * USABLE * gpu.gb:
+            seconds, bubble, sent = step_seconds(ranks, gpu)
+            found.append((seconds, layout, held, bubble, sent))
     if not found:
         raise ValueError(f"no layout of --gpus {gpus} fits; try more, or a smaller --batch-size")
     best = {}
-    for row in found:
+    for row in sorted(found, key=lambda row: row[0]):
         x = row[1]
         best.setdefault((x.dp, x.tp, x.pp, x.cp, x.ep), row)
     parameters = sum(shape.numel() for shape in shapes_of(on_meta(model)).values())
