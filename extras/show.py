@@ -223,8 +223,7 @@ WORDS = """\
 F0: forward of microbatch 0. B0: its backward; or its halves, I0 for the gradient of the input, W0
 for those of the weights. Lower case: a rank's second stage. Dashes: the action goes on. Dots: the
 rank waits. Makespan: time of a step. The bubble is the share of it in which the slowest rank waits.
-In flight: microbatches whose activations rank 0, 1, ... holds at most. Rows end where the terminal
-does."""
+In flight: microbatches whose activations rank 0, 1, ... holds at most. Long rows are cut."""
 
 
 def schedule_text(times):
