@@ -24,7 +24,7 @@ ZeRO shards over the R ranks of shard x ep (and those of cp). For D = 8:
 
 A group along some axes: the ranks that differ in these axes only (drawn below).
 
-    python -m extras.show mesh 2 2 1 1 2    prints the ranks and groups of dp 2 pp 2 ep 1 cp 1 tp 2
+    python -c "from mesh import lay_out; print(lay_out({'shard': 2, 'pp': 2, 'tp': 2}, ['pp']))"
 """
 
 import math

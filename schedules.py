@@ -17,7 +17,7 @@ backward is not, on the rank with the most of them, which holds their activation
 
 make_schedule lists each rank's Actions, which pipeline.py runs.
 
-    python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8 --compare
+    python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8
 """
 
 from collections import Counter, deque

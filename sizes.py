@@ -1,6 +1,6 @@
 """Sizes of a model, FLOPs, bytes per parameter. Imports no torch.
 
-    python -m extras.show sizes 7e9 --gpu-gb 80
+    python -m extras.show sizes 7e9
 """
 
 from dataclasses import dataclass, fields

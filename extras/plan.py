@@ -9,23 +9,30 @@
     messages    the bytes that a rank sends in a step along each axis (counted, too)
     seconds     a roofline: FLOPs and bytes over shares of what data sheets say. An estimate
 
-Not counted: padding, numbers per step, unevenly chosen experts, latency, stragglers.
+Not counted: padding, logits, numbers per step, unevenly chosen experts, latency, stragglers, what
+the norms of a Qwen's heads save.
 """
 
-import math
 import signal
 import statistics
-import sys
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from collectives import Group
 from data.files import read_json
+from experts import on_meta, shapes_of
+from mesh import lay_out
 from run.flags import Config, Parser, check_layout, fail, parse
+from run.weights import number
 from schedules import SCHEDULES, actions_of, cut, placement
+from shard import tag_whole
 from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
+from tensor_parallel import split_matrices
 
 # A layout is a Config, train.py's flags. Letters are those of docs/costs.md. w: bytes of a weight
 # and of an activation; `wide`: bytes of numbers that have at least 32 bits
@@ -33,14 +40,31 @@ from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of
 
 @cache
 def stages_of(model, schedule, P):
-    """[(embeddings, blocks, heads)] of the stages, cut as in train.py."""
+    """The layers of each stage, cut as in train.py: ["EBB", "BBH"] is embedding, blocks, head."""
+    layers = "E" + "B" * model.n_layer + "H"
     cuts = cut(model.layer_costs(), P * SCHEDULES[schedule].stages_per_rank)
-    last = model.n_layer + 1  # layers: 0 the embedding, 1 to n_layer the blocks, then the head
-    return [(int(start == 0), min(stop, last) - max(start, 1), int(stop > last))
-            for start, stop in cuts]
+    return [layers[start:stop] for start, stop in cuts]
 
 
 cached_actions_of = cache(actions_of)  # many layouts have the same list
+
+
+@cache
+def sliced_layers(model, T):
+    """[embedding, block, head], as train.py makes them for the first of T tensor ranks: on the meta
+    device, where they have shapes but no memory."""
+    small = on_meta(replace(model, n_layer=1))
+    alone = Group("alone", torch.device("meta"), [0], 0)
+    tag_whole(small, alone, rep=alone)
+    split_matrices(small, Group("tp", torch.device("meta"), range(T), 0))
+    return small.layers
+
+
+@cache
+def numbers(layer, whole=False):
+    """How many numbers its parameters have. whole: only those that are on each tensor rank."""
+    return sum(param.numel() for param in layer.parameters()
+               if not whole or param.shape == param.tag.shape)
 
 
 def half(ranks):
@@ -56,41 +80,40 @@ class Rank:
         x = self.layout = layout
         self.model, self.rank = model, rank
         self.where = placement(x.schedule, x.pp)
-        stages = [layers for layers, owner in zip(stages_of(model, x.schedule, x.pp), self.where,
-                                                  strict=True) if owner == rank]
-        self.embeddings, self.blocks, self.heads = map(sum, zip(*stages, strict=True))
+        stages = stages_of(model, x.schedule, x.pp)
+        own = "".join(stages[s] for s, owner in enumerate(self.where) if owner == rank)
+        self.embeddings, self.blocks, self.heads = map(own.count, "EBH")
         self.w = WIDTHS[x.dtype]
         self.wide = max(self.w, 4)
         self.slices = x.tp if x.sp else 1  # parts of a tensor that only --sp splits
         self.sequences = x.batch_size / (x.dp * x.microbatches)  # sequences of a microbatch
         self.n = self.sequences * model.block_size / x.cp  # tokens of a microbatch
         self.replicas = x.dp * x.cp  # over which ZeRO shards; experts: over every E-th of them
-        llama = isinstance(model, LlamaConfig)
-        self.q = model.query_width
-        self.kv = model.kv_width if llama else self.q
-        self.hidden = model.n_hidden if llama else 4 * model.n_embd
-        self.up = 2 if llama else 1  # matrices into an MLP; the second is the gate's
-        self.norm = 1 if llama else 2  # vectors of a norm
-        self.tied = getattr(model, "tied", True)
 
-        # Parameters. Columns' biases are split like their outputs, rows' are whole. (Left out: a
-        # Qwen's biases, and its norms of heads)
-        C, bias = model.n_embd, not llama
-        split = 2 * C * (self.q + self.kv) + bias * (self.q + 2 * self.kv)
-        self.whole = 2 * self.norm * C + bias * C  # in a block, on each of T ranks
-        self.experts = 0  # in a block
-        if model.n_experts:
-            self.whole += C * model.n_experts  # the router
-            self.experts = model.n_experts / (x.ep * self.slices) * model.expert_parameters()
-        else:
-            split += (self.up + 1) * C * self.hidden + bias * self.hidden
-            self.whole += bias * C
-        self.split = split / x.tp
-        self.matrix = math.ceil(model.vocab_size / x.tp) * C  # a row for each word
+        # Numbers per token, before T splits them
+        C = model.n_embd
+        self.llama = isinstance(model, LlamaConfig)
+        self.kv = model.kv_width if self.llama else C
+        self.qkvo = 2 * (model.query_width + self.kv)  # queries, keys, values, result
+        self.hidden = model.n_hidden if self.llama else 4 * C
+        self.into = self.hidden * (2 if self.llama else 1)  # a Llama has two matrices into an MLP
+        # Bytes that a norm saves of a token: its input, mean and deviation. RMSNorm: the normalized
+        # input, too, on a CPU
+        self.norm = (2 * C + 1 if self.llama else C + 2) * self.w / self.slices
+
+        # Parameters: experts and others, of a block and of all layers
+        embedding, block, head = sliced_layers(model, x.tp)
+        experts = numbers(block.mlp.experts) if model.n_experts else 0
+        self.experts = experts / (x.ep * self.slices)
+        self.dense = numbers(block) - experts
+        self.whole = numbers(block, whole=True) - experts  # of dense, on each of T ranks
+        self.matrix = numbers(embedding.wte)
+        self.tied = head.lm_head.weight is embedding.wte.weight
         matrices = self.embeddings + self.heads
         self.matrices = self.matrix * (min(matrices, 1) if self.tied else matrices)
-        self.ends = (self.embeddings * bias * model.block_size + self.heads * self.norm) * C
-        self.others = self.blocks * (self.split + self.whole) + self.matrices + self.ends
+        self.ends = (self.embeddings * (numbers(embedding) - self.matrix)  # positions
+                     + self.heads * (numbers(head) - self.matrix))  # the last norm
+        self.others = self.blocks * self.dense + self.matrices + self.ends
 
     # ---- memory ----
 
@@ -101,43 +124,34 @@ class Rank:
         experts = bytes_per_parameter(zero, self.replicas / self.layout.ep, self.w)
         weights, gradients, optimizer = (self.others * a + self.blocks * self.experts * b
                                          for a, b in zip(others, experts, strict=True))
-        # What exists for a moment, roughly: logits (tensor_parallel.py); ZeRO-2 and 3: the
-        # gradients of two layers; ZeRO-3: their weights
-        logits = min(self.n * self.model.vocab_size / self.layout.tp, 2**27)
-        layer = max(self.split + self.whole + self.experts, self.matrices)
-        buffers = self.heads * logits * (self.w + 2 * self.wide)
-        buffers += {2: 2, 3: 4}.get(zero, 0) * layer * self.w
+        # For a moment exist, under ZeRO-2 and 3, the gradients of two layers; ZeRO-3: their weights
+        layer = max(self.dense + self.experts, self.matrices)
+        buffers = {2: 2, 3: 4}.get(zero, 0) * layer * self.w
         return {"weights": weights, "gradients": gradients, "optimizer": optimizer,
                 "activations": self.activations(), "buffers": buffers}
-
-    def norms(self):
-        """Bytes that a norm saves of a token: its input, mean and deviation. RMSNorm: 2 C + 1,
-        because a CPU saves the normalized input, too."""
-        return (self.model.n_embd * (3 - self.norm) + self.norm) * self.w / self.slices
 
     def block(self):
         """Bytes that a block's forward saves of a microbatch. In numbers per token:
 
             2 C                     the inputs of two columns; --sp has gathered them
-            2 C + 4, 1/T by --sp    two norms
+            2 C + 4, 1/T by --sp    two norms; of a Llama 4 C + 2
             2 q + 2 kv, 1/T         queries, keys, values, result; and a number for each head
-            2 up hidden, 1/T        in and out of GELU; or gate, SiLU, other factor, product
+            2 into, 1/T             in and out of GELU; or gate, SiLU, other factor, product
 
         Experts, with whole tokens: each choice's input, output, and output times gate; gates
         before and after sorting; indices; the router's probabilities, and counts of a sequence.
         A Llama: sines and cosines of all positions, for queries and for keys."""
         model, w, wide, T = self.model, self.w, self.wide, self.layout.tp
         C, k = model.n_embd, model.top_k
-        inside = (2 * self.q + 2 * self.kv) * w + model.n_head * wide
-        mlp = 2 * self.up * self.hidden * w
-        tables = 2 * model.block_size / self.layout.cp * model.hs * w if self.norm == 1 else 0
+        mlp = 2 * self.into * w
+        token = C * w + 2 * self.norm + (self.qkvo * w + model.n_head * wide) / T
+        tables = 2 * model.block_size / self.layout.cp * model.hs * w if self.llama else 0
         if not model.n_experts:
-            return self.n * (2 * C * w + 2 * self.norms() + (inside + mlp) / T) + tables
+            return self.n * (token + C * w + mlp / T) + tables
         indices = 24 if self.layout.ep * self.slices == 1 else 40
         routed = C * wide + mlp + k * (3 * C * w + w + wide + indices) + model.n_experts * wide
         counts = self.sequences * model.n_experts * wide
-        return (self.n * (C * w + 2 * self.norms() + inside / T + routed / self.slices) + counts
-                + tables)
+        return self.n * (token + routed / self.slices) + counts + tables
 
     def activations(self):
         """The most along the rank's list of actions."""
@@ -146,17 +160,18 @@ class Rank:
         # Where words are split: the row of each id, and is it on another rank?
         embedding = 9 * self.n * (x.tp > 1 or SCHEDULES[x.schedule].splits_backward)
         # The forward of the head has computed the gradients of its input and of its matrix
-        head = self.n * (self.norms() + C * self.w) + self.matrix * self.wide
+        head = self.n * (self.norm + C * self.w) + self.matrix * self.wide
         # Between I and W a block keeps inputs of matrices, and gradients of their outputs
-        deferred = 2 * C + (2 * self.q + 2 * self.kv) / x.tp
+        deferred = 2 * C + self.qkvo / x.tp
         if not self.model.n_experts:
-            deferred += 2 * C + (self.up + 1) * self.hidden / x.tp
+            deferred += 2 * C + (self.into + self.hidden) / x.tp
         deferred *= self.n * self.w
         # But for GPipe more than 2 P microbatches do not raise the peak
         m = x.microbatches if x.schedule == "gpipe" else min(x.microbatches, 2 * x.pp)
         held = most = 0
         for kind, stage, _ in cached_actions_of(x.schedule, x.pp, m, self.rank):
-            embeddings, blocks, heads = stages_of(self.model, x.schedule, x.pp)[stage]
+            layers = stages_of(self.model, x.schedule, x.pp)[stage]
+            embeddings, blocks, heads = map(layers.count, "EBH")
             saved = embeddings * embedding + blocks * kept + heads * head
             if kind in ("B", "I") and blocks:
                 # The head's backward comes first; then the stage's last block is computed again
@@ -203,9 +218,8 @@ class Rank:
 
         # Activations go to the next stage, gradients to the one before. Once: the gradient of the
         # tied matrix goes to the other end
-        borders = [pair for pair in zip(self.where, self.where[1:], strict=False)
-                   if len({*pair}) > 1]
-        pp = m * sum(self.rank in pair for pair in borders) * activation / self.slices
+        borders = sum(a != b and self.rank in (a, b) for a, b in pairwise(self.where))
+        pp = m * borders * activation / self.slices
         first, last = self.where[0], self.where[-1]
         if self.tied and first != last and self.rank in (first, last):
             pp += self.matrix * w / shards
@@ -216,7 +230,7 @@ class Rank:
         once = self.ends + (0 if self.tied else self.matrices)
         dp = 0
         for n, less, first, ranks in (
-                (self.others, once, self.split + self.whole, self.replicas),
+                (self.others, once, self.dense, self.replicas),
                 (self.blocks * self.experts, 0, self.experts, self.replicas / x.ep)):
             elements = (2 * n, 2 * n, (1 + m) * n, m * (3 * n - less) - (m - 1) * first)[x.zero]
             dp += half(ranks) * elements * w
@@ -249,7 +263,7 @@ GPUS = {
 MFU = 0.44  # the median of these runs: the guess without a plan
 HBM, NVLINK, NETWORK = 0.66, 0.52, 0.65
 UNHIDDEN = 0.27  # of its own time a message costs, though compute goes on beside it
-USABLE = 0.93  # of gb: CUDA, NCCL and fragmentation take the rest
+USABLE = 0.93  # of gb: logits, CUDA, NCCL and fragmentation take the rest
 # Bytes that kernels read and write in forward and backward, for each byte saved. Per token a GPT's
 # block saves 16 C numbers, and moves 38 C in each of three passes: 7.1; a Llama's 20 C, 40 C: 6
 MOVED = 6.6
@@ -258,20 +272,17 @@ MOVED = 6.6
 def link_seconds(layout, axis, gpu, nbytes):
     """A rank's messages along an axis. Between nodes the rings of a collective use the ports of all
     its ranks on a node; a ring of keys, or a pipeline, the port of one."""
-    T, N, E, P, node = layout.tp, layout.cp, layout.ep, layout.pp, gpu.node
-    slices = T if layout.sp else 1
-    # (ranks of a group, those on a node: mesh.py lays out tp innermost, then cp, ep, pp)
-    group, near = {"tp": (T, node), "cp": (N, node // T),
-                   "ep": (E * slices, node // (T * N) * slices), "pp": (P, node // (T * N * E)),
-                   "dp": (layout.dp * N, max(node // (T * P), min(N * E, node // T)))}[axis]
-    near = max(1, min(near, group))
+    axes = {"dp": ["shard", "ep", "cp"], "ep": ["ep", "tp"] if layout.sp else ["ep"]}
+    mesh = {"shard": layout.dp // layout.ep, "pp": layout.pp, "ep": layout.ep, "cp": layout.cp,
+            "tp": layout.tp}
+    group = lay_out(mesh, axes.get(axis, [axis]))[0]  # rank 0's
+    near = sum(rank < gpu.node for rank in group)  # ranks on its node
     inside = 1e9 * NVLINK * gpu.nvlink
     port = 1e9 * NETWORK * gpu.network
-    if near == group:  # also alone
+    if near == len(group):  # also alone
         return nbytes / inside
-    if axis == "ep":  # a part to each rank, to near and far ones at once
-        far = nbytes * (group - near) / (group - 1)
-        return max(far / port, (nbytes - far) / inside)
+    if axis == "ep":  # as many bytes to each rank; those to far ones take longest
+        nbytes *= (len(group) - near) / (len(group) - 1)
     return nbytes / min(inside, port * (near if axis in ("tp", "dp") else 1))
 
 
@@ -295,11 +306,10 @@ def compute_seconds(rank, gpu, scores):
     return flops / (gpu.share * gpu.flops) + moved / (1e9 * HBM * gpu.hbm)
 
 
-def step_seconds(ranks, gpu, v=0, scores=0):
+def step_seconds(ranks, gpu, scores=0):
     """(seconds of a step, the bubble, what the slowest rank sends) of the pipeline ranks of a
-    layout. v: stages of a rank, if not the schedule's. Beside compute travel keys and values, the
-    pipeline's activations, the gradients of the last microbatch (ZeRO-2, 3: all messages of all).
-    Compute waits for tp and ep."""
+    layout. Beside compute travel keys and values, the pipeline's activations, the gradients of the
+    last microbatch (ZeRO-2, 3: all messages of all). Compute waits for tp and ep."""
     layout = ranks[0].layout
     m = layout.microbatches
     slowest = max(ranks, key=lambda rank: compute_seconds(rank, gpu, scores))
@@ -309,8 +319,8 @@ def step_seconds(ranks, gpu, v=0, scores=0):
     pipeline = m * each + seconds["tp"] + seconds["ep"]
     pipeline += exposed(seconds["cp"], m * each) + exposed(seconds["pp"], m * each)
     # The table of schedules.py
-    rounds = m * (3 if layout.schedule == "zb-h1" else v
-                  or SCHEDULES[layout.schedule].stages_per_rank)
+    schedule = SCHEDULES[layout.schedule]
+    rounds = m * (3 if schedule.splits_backward else schedule.stages_per_rank)
     bubble = (layout.pp - 1) / (rounds + layout.pp - 1)
     # AdamW reads and writes its states, reads gradients, writes weights
     optimizer = 2.5 * slowest.memory()["optimizer"] / (1e9 * HBM * gpu.hbm)
@@ -349,27 +359,9 @@ def layouts(model, gpus, gpu, batch_size):
         yield layout
 
 
-def search(model, gpus, gpu, batch_size):
-    """[(seconds, layout, memory of its fullest rank, bubble, messages)] of the layouts that fit,
-    the fastest first. ValueError: none fits."""
-    found = []
-    leanest = math.inf
-    for layout in layouts(model, gpus, gpu, batch_size):
-        ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
-        held = max((rank.memory() for rank in ranks), key=lambda held: sum(held.values()))
-        leanest = min(leanest, sum(held.values()))
-        if sum(held.values()) <= 1e9 * USABLE * gpu.gb:
-            seconds, bubble, sent = step_seconds(ranks, gpu)
-            found.append((seconds, layout, held, bubble, sent))
-    if not found:
-        raise ValueError(f"no layout fits: the leanest takes {leanest / 1e9:.0f} GB of a GPU")
-    return sorted(found, key=lambda row: row[0])
-
-
 # ---- models, and published runs ----
 
-MODELS = {"gpt2-xl": "48,25,1600,50257", "gpt3-13b": "40,40,5120,51200",
-          "gpt3-175b": "96,96,12288,51200", "llama3-8b": "32,32,4096,128256,14336,8",
+MODELS = {"gpt3-175b": "96,96,12288,51200", "llama3-8b": "32,32,4096,128256,14336,8",
           "llama3-70b": "80,64,8192,128256,28672,8", "llama3-405b": "126,128,16384,128256,53248,8",
           "mixtral-8x7b": "32,32,4096,32000,14336,8,128,8,2",
           "qwen3-235b": "94,64,4096,151936,1536,4,128,128,8"}
@@ -378,21 +370,20 @@ MODELS = {"gpt2-xl": "48,25,1600,50257", "gpt3-13b": "40,40,5120,51200",
 def model_of(words):
     """The model of a name in MODELS, of a folder with a config.json, or of numbers: layers, heads,
     width, vocabulary; a Llama: also MLP width, heads of keys; a mixture: these, of an expert, then
-    head width, experts, experts per token."""
-    words = MODELS.get(words, words)
+    head width, experts, experts per token. The caller sets block_size."""
     if Path(words, "config.json").is_file():
-        given = read_json(Path(words, "config.json"))
-        model = config_of(parse(["--init-from", words]), given["vocab_size"])
-        longest = given.get("max_position_embeddings", model.block_size)
-        return replace(model, block_size=min(longest, 4096))
+        settings = read_json(Path(words, "config.json"))
+        vocab_size = number(settings, "vocab_size", whole=True)
+        return config_of(parse(["--init-from", words]), vocab_size)
+    words = MODELS.get(words, words)
     if not words.replace(",", "").isdigit():
         raise ValueError(f"--model {words} must be a folder with a config.json, or one of "
                          f"{', '.join(MODELS)}")
     L, heads, C, V, *llama = map(int, words.split(","))
     if not llama:
-        return GPTConfig(V, 2048, L, heads, C)
+        return GPTConfig(V, 0, L, heads, C)
     width, kv_heads, head_dim, experts, k = (*llama, 0, 0, 1)[:5]
-    return LlamaConfig(V, 4096, L, heads, C, experts, k, n_kv_head=kv_heads, n_hidden=k * width,
+    return LlamaConfig(V, 0, L, heads, C, experts, k, n_kv_head=kv_heads, n_hidden=k * width,
                        head_dim=head_dim, tied=False)
 
 
@@ -404,19 +395,18 @@ def ideal_seconds(model, gpus, gpu, batch_size):
 
 def published():
     """Print the runs of published.txt, our seconds, and those of one MFU for all runs."""
-    errors = {}  # dense, or mixture -> [(plan's, the MFU's)]
+    errors = {}  # dense, or mixtures -> [(plan's, the MFU's)]
     print(f"{'published run':42} seconds     plan  error  at {MFU:.0%}  error")
     for line in Path(__file__).with_name("published.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
-        name, gpu, seconds, v, scores, again, words, source = map(str.strip, line.split("|"))
-        card, _, network = gpu.partition("@")
-        gpu = GPUS[card]._replace(**{"network": float(network)} if network else {})
+        name, card, network, seconds, scores, again, words, source = map(str.strip, line.split("|"))
+        gpu = GPUS[card]._replace(network=float(network))
         layout = parse(["--dtype", "bfloat16", *words.split()])
         layout.recompute = float(again)
         model = replace(model_of(name), block_size=layout.block_size)
         ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
-        plan, *_ = step_seconds(ranks, gpu, int(v), int(scores))
+        plan, *_ = step_seconds(ranks, gpu, int(scores))
         gpus = layout.dp * layout.tp * layout.pp * layout.cp
         guess = ideal_seconds(model, gpus, gpu, layout.batch_size) / MFU
         off = [predicted / float(seconds) - 1 for predicted in (plan, guess)]
@@ -438,16 +428,24 @@ ROW = ("{:>4} {:>2} {:>2} {:>2} {:>2} {:>4} {:11} {:>4} {:>2} {:5} | {:>4} {:>4}
 
 
 def show(model, gpus, gpu, batch_size):
-    found = search(model, gpus, gpu, batch_size)
-    best = {}  # the fastest layout of each split
-    for row in found:
+    """Print the layouts that fit, the fastest first, one of each split. ValueError: none fits."""
+    found = []  # (seconds, layout, memory of its fullest rank, bubble, messages)
+    for layout in layouts(model, gpus, gpu, batch_size):
+        ranks = [Rank(model, layout, rank) for rank in range(layout.pp)]
+        held = max((rank.memory() for rank in ranks), key=lambda held: sum(held.values()))
+        if sum(held.values()) <= 1e9 * USABLE * gpu.gb:
+            seconds, bubble, sent = step_seconds(ranks, gpu)
+            found.append((seconds, layout, held, bubble, sent))
+    if not found:
+        raise ValueError(f"no layout of --gpus {gpus} fits; try more, or a smaller --batch-size")
+    best = {}
+    for row in sorted(found, key=lambda row: row[0]):
         x = row[1]
         best.setdefault((x.dp, x.tp, x.pp, x.cp, x.ep), row)
-    whole = Rank(model, Config(dp=1, microbatches=1), 0)
-    print(f"{(whole.others + whole.blocks * whole.experts) / 1e9:.1f}e9 parameters, "
-          f"{batch_size * model.block_size:,} tokens per step, sequences of {model.block_size}, 16 "
-          f"bits. {len(found)} layouts fit; the fastest {ROWS}, one for each split.\nBetween the "
-          "bars: GB that the fullest rank holds; GB that the slowest sends in a step\n")
+    parameters = sum(shape.numel() for shape in shapes_of(on_meta(model)).values())
+    print(f"{parameters / 1e9:.1f}e9 parameters, {batch_size} sequences of {model.block_size} "
+          f"tokens, 16 bits. {len(found)} layouts fit; the fastest {ROWS}, one for each split.\n"
+          "Between the bars: GB that the fullest rank holds; GB that the slowest sends in a step\n")
     print(ROW.format(*COLUMNS))
     for split, (seconds, x, held, bubble, sent) in [*best.items()][:ROWS]:
         gb = [f"{nbytes / 1e9:.1f}" for nbytes in (*held.values(), sum(held.values()),
@@ -459,19 +457,19 @@ def show(model, gpus, gpu, batch_size):
 
 
 def main():
-    if sys.argv[1:] == ["published"]:
-        published()
-        return
     parser = Parser(__doc__)
+    parser.add_argument("published", nargs="?", choices=["published"])
     parser.add_argument("--model", default="gpt3-175b", help=", ".join(MODELS) + ", or a folder")
     parser.add_argument("--gpus", type=int, default=1024)
     parser.add_argument("--gpu", choices=GPUS, default="h100")
     parser.add_argument("--batch-size", type=int, default=1536, help="sequences of a step")
-    parser.add_argument("--block-size", type=int, default=0, help="tokens of a sequence")
+    parser.add_argument("--block-size", type=int, default=2048, help="tokens of a sequence")
     args = parser.parse_args()
+    if args.published:
+        published()
+        return
     try:
-        model = model_of(args.model)
-        model = replace(model, block_size=args.block_size or model.block_size)
+        model = replace(model_of(args.model), block_size=args.block_size)
         show(model, args.gpus, GPUS[args.gpu], args.batch_size)
     except ValueError as error:
         fail(error)

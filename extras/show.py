@@ -1,13 +1,12 @@
-"""Shows each technique at work on processes of this machine, and draws schedules.
+"""Shows each technique at work on four processes of this machine, and draws schedules.
 
-    python -m extras.show ddp                   on 4 ranks: collectives, ddp, zero, tensor_parallel,
+    python -m extras.show ddp                   also collectives, zero, tensor_parallel,
                                                 sequence_parallel, context_parallel,
                                                 expert_parallel, pipeline
-    python -m extras.show collectives 3         on 3 ranks
-    python -m extras.show mesh 2 2 1 1 2        the groups of a mesh: sizes of dp pp ep cp tp
-    python -m extras.show sizes 7e9             GB held and sent by a rank, by ZeRO stage
     python -m extras.show schedules 1f1b 4 8    a timeline of 4 ranks and 8 microbatches; also into
-                                                a picture, --svg FILE; schedules 4 8 --compare: all
+                                                a picture: --svg FILE
+    python -m extras.show schedules 4 8         the bubble of every schedule
+    python -m extras.show sizes 7e9             GB held and sent by a rank, by ZeRO stage
 
 Most demonstrations run one step of a small GPT in float64 by train.py's Trainer, and print how far
 the gradients are from those of one process: 1e-15 is rounding.
@@ -18,25 +17,25 @@ import io
 import shutil
 import signal
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 
 import torch
 
 import schedules
 import sizes
-from collectives import all_reduce, all_to_all, maximum
+from collectives import all_gather, all_reduce, maximum
 from context_parallel import zigzag
 from experts import kind_of
-from mesh import Mesh, grid, lay_out
+from mesh import Mesh
 from model import build, from_seed
 from run.flags import Parser, check_layout, in_words, parse
 from schedules import SCHEDULES
-from test_all import PROCESSES, difference, ranks, whole_slices
+from test_all import difference, ranks, whole_slices
 from train import Trainer, make_mesh
 
-# ---- a small GPT on several processes. Every rank prints; rank 0's lines are shown ----
+# ---- a small GPT on N processes. Every rank prints; rank 0's lines are shown ----
 
+N = 4
 SMALL = ("--n-layer 2 --n-head 4 --n-embd 16 --block-size 8 --batch-size 8 --microbatches 1 "
          "--dtype float64")
 # 8 sequences of 8 token ids, of 50 words; each is its own target
@@ -70,53 +69,49 @@ def compare(name, trainer):
 
 
 def of_all_ranks(x, group):
-    """[x of each rank of the group]."""
-    rows = [torch.empty_like(x) for _ in range(group.size)]
-    all_to_all(rows, [x] * group.size, group)
-    return rows
+    """The tensors x of the group's ranks, stacked."""
+    rows = x.new_empty(group.size, *x.shape)
+    rows[group.rank] = x
+    return all_gather(rows, group)
 
 
 # ---- techniques ----
 
 
-def demo_collectives(rank, N):
+def demo_collectives(rank):
     """One ring all-reduce, hop by hop, and the bytes that it sends."""
     mesh = Mesh(dp=N)
     group = mesh.group("dp")
     # Rank r's terms are 2^r. So bit r of a number, from the right, says whether the number contains
-    # rank r's term: with N = 4, 0110 is the sum of the terms of ranks 1 and 2
+    # rank r's term: 0110 is the sum of the terms of ranks 1 and 2
     x = torch.ones(N, dtype=torch.long) << rank
-    phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
-
-    def show():
-        """Print x of all ranks. They send x by mesh.world, another Group of the same ranks, whose
-        exchanges are not shown."""
-        rows = of_all_ranks(x, mesh.world)
-        cells = [" ".join(f"{number:0{N}b}" for number in row.tolist()) for row in rows]
-        print(f"{next(phases):14}", *(f"  rank {r}: {cell}" for r, cell in enumerate(cells)))
-
+    states = []  # x before each hop, and at the end
     exchange = group.exchange
 
-    def shown_exchange(*args):  # every hop of the ring is one exchange
-        show()
+    def watched_exchange(*args):  # every hop of the ring is one exchange
+        states.append(x.clone())
         return exchange(*args)
 
-    print("a number is a chunk; its bit r, from the right, is 1 once rank r's term is in it")
-    group.exchange = shown_exchange
+    group.exchange = watched_exchange
     all_reduce(x, group)
-    group.exchange = exchange
-    show()
+    states.append(x)
+    print("a number is a chunk; its bit r, from the right, is 1 once rank r's term is in it")
+    names = ["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)]
+    hops = of_all_ranks(torch.stack(states), mesh.world).unbind(1)  # of each: (rank, chunk)
+    for name, hop in zip(names, hops, strict=True):
+        cells = [" ".join(f"{number:0{N}b}" for number in row) for row in hop.tolist()]
+        print(f"{name:14}", *(f"  rank {r}: {cell}" for r, cell in enumerate(cells)))
     formula = 2 * (N - 1) * x.nbytes // N
     print(f"a rank sends 2 (N-1)/N of {x.nbytes} bytes, {formula}, and has sent "
           f"{group.bytes_sent}")
 
 
-def demo_ddp(rank, N):
+def demo_ddp(rank):
     """Each rank runs backward on its own 2 of 8 sequences; DDP sums the gradients."""
     compare("DDP", small_gpt(f"--dp {N}"))
 
 
-def demo_zero(rank, N):
+def demo_zero(rank):
     """Each stage of ZeRO: how many numbers rank 0 keeps, and how many its optimizer steps."""
     for zero in range(4):
         trainer = small_gpt(f"--dp {N} --zero {zero} --microbatches 2")
@@ -132,7 +127,7 @@ def demo_zero(rank, N):
               f"{max(gradients, stepped)} gradients, and its optimizer steps {stepped}")
 
 
-def demo_tensor_parallel(rank, N):
+def demo_tensor_parallel(rank):
     """Which part of each parameter rank 0 holds."""
     trainer = small_gpt(f"--tp {N}")
     compare("tensor_parallel", trainer)
@@ -141,7 +136,7 @@ def demo_tensor_parallel(rank, N):
         print(f"{name:34} {[*shape]!s:>9} on rank 0: {[*tags[name].slice_shape]}")
 
 
-def demo_sequence_parallel(rank, N):
+def demo_sequence_parallel(rank):
     """Tensor parallelism alone, then with sequence parallelism: the bytes that rank 0 sends."""
     for name, words in (("tensor_parallel", ""), ("sequence_parallel", "--sp")):
         trainer = small_gpt(f"--tp {N} {words}")
@@ -150,7 +145,7 @@ def demo_sequence_parallel(rank, N):
         print(f"{name}: {sent} bytes sent")
 
 
-def demo_context_parallel(rank, N):
+def demo_context_parallel(rank):
     """Which segments of a sequence meet in which hop of ring attention, and how even the work of N
     ranks is, with zigzag and without; then both forms of attention."""
     S = 8 * N
@@ -164,19 +159,18 @@ def demo_context_parallel(rank, N):
                         ("no zigzag, two neighbouring segments for each rank",
                          torch.arange(S).chunk(N))):
         print(f"{name}: pairs of query and key on ranks 0 to {N - 1}")
-        # A query attends to the keys whose positions are not after its own
-        work = [[int((split[r].unsqueeze(1) >= split[(r - hop) % N]).sum()) for r in range(N)]
-                for hop in range(N)]
-        for hop, row in enumerate(work):
-            print(f"  hop {hop}  " + "".join(f"{pairs:6d}" for pairs in row))
-        of_rank = torch.tensor(work).sum(0)
-        times = of_rank.max() / of_rank.double().mean()
-        print(f"  the busiest rank has {times:.2f} times the mean")
+        of_rank = torch.zeros(N)
+        for hop in range(N):
+            # A query attends to the keys whose positions are not after its own
+            pairs = [int((split[r].unsqueeze(1) >= split[(r - hop) % N]).sum()) for r in range(N)]
+            print(f"  hop {hop}  {pairs}")
+            of_rank += torch.tensor(pairs)
+        print(f"  the busiest rank has {of_rank.max() / of_rank.mean():.2f} times the mean")
     for kind in ("ring", "all-to-all"):
         compare(f"{kind} attention", small_gpt(f"--cp {N} --cp-attention {kind}"))
 
 
-def demo_expert_parallel(rank, N):
+def demo_expert_parallel(rank):
     """Which rank's tokens chose which of 8 experts."""
     trainer = small_gpt(f"--dp {N} --ep {N} --experts 8")
     logits = []  # (B, S, experts) of the first block's router
@@ -197,7 +191,7 @@ def demo_expert_parallel(rank, N):
     compare("expert_parallel", trainer)
 
 
-def demo_pipeline(rank, N):
+def demo_pipeline(rank):
     """8 microbatches of one sequence each, under every schedule."""
     for name in SCHEDULES:
         compare(name, small_gpt(f"--pp {N} --n-layer 6 --microbatches 8 --schedule {name}"))
@@ -209,19 +203,16 @@ DEMOS = {"collectives": demo_collectives, "ddp": demo_ddp, "zero": demo_zero,
          "pipeline": demo_pipeline}
 
 
-def lines_of(rank, name, N):
-    """What this rank prints in a demonstration on N ranks."""
+def lines_of(rank, name):
+    """What this rank prints in a demonstration."""
     with redirect_stdout(io.StringIO()) as printed:
-        DEMOS[name](rank, N)
+        DEMOS[name](rank)
     return printed.getvalue()
 
 
 def demo_command(name, words):
-    parser = Parser(DEMOS[name].__doc__)
-    numbers = range(1, PROCESSES + 1) if name == "collectives" else [4]
-    parser.add_argument("ranks", nargs="?", type=int, default=4, choices=numbers, metavar="RANKS")
-    N = parser.parse_args(words).ranks
-    printed = ranks(N, lines_of, name, N)[0]
+    Parser(DEMOS[name].__doc__).parse_args(words)  # no flags but --help
+    printed = ranks(N, lines_of, name)[0]
     ranks.stop()
     print(printed, end="")
 
@@ -232,7 +223,7 @@ WORDS = """\
 F0: forward of microbatch 0. B0: its backward; or its halves, I0 for the gradient of the input, W0
 for those of the weights. Lower case: a rank's second stage. Dashes: the action goes on. Dots: the
 rank waits. Makespan: time of a step. The bubble is the share of it in which the slowest rank waits.
-In flight: microbatches whose activations rank 0, 1, ... holds at most."""
+In flight: microbatches whose activations rank 0, 1, ... holds at most. Long rows are cut."""
 
 
 def schedule_text(times):
@@ -240,45 +231,26 @@ def schedule_text(times):
     times: Timeline.times of schedules.py, per rank [(action, start, end)]."""
     width = shutil.get_terminal_size((160, 24)).columns
     entries = [entry for row in times for entry in row]
-    last_end = max(end for _, _, end in entries)
-    shortest = min(end - start for _, start, end in entries)
     # A column is a character. The shortest action has room for its name and a space
-    widest_name = 1 + max(len(str(action.microbatch)) for action, _, _ in entries)
-    columns_per_time = (widest_name + 1) / shortest
+    longest_name = 1 + max(len(str(action.microbatch)) for action, _, _ in entries)
+    columns_per_time = (longest_name + 1) / min(end - start for _, start, end in entries)
     rows = []
     for rank, row in enumerate(times):
-        line = f"rank {rank:<3}"
-        drawn = 0  # columns of time in the line so far
+        line = begin = f"rank {rank:<3}"
         for (kind, stage, k), start, end in row:
             left, right = round(start * columns_per_time), round(end * columns_per_time)
             name = kind.lower() if stage // len(times) % 2 else kind
-            line += "." * (left - drawn)
+            line = line.ljust(len(begin) + left, ".")
             # "F3--- ": of 6 columns the first 5 are filled with dashes, the last is a space
-            line += f"{name}{k}".ljust(right - left - 1, "-").ljust(right - left)
-            drawn = right
-        line += "." * (round(last_end * columns_per_time) - drawn)
-        rows.append(line if len(line) <= width else line[:width - 3] + "...")
+            line += f"{name}{k}".ljust(right - left - 1, "-") + " "
+        step = round(max(end for _, _, end in entries) * columns_per_time)
+        rows.append(line.ljust(len(begin) + step, ".")[:width])
     return "\n".join(rows)
 
 
-def figures(name, P, m, costs, timeline):
-    """A schedule's figures, in one line. peak_in_flight counts pairs of a stage and a microbatch: a
-    pair holds the activations of one stage, 1/v of the rank's layers."""
-    f, i, w, comm = costs
-    v = SCHEDULES[name].stages_per_rank
-    # The bubble by the table of schedules.py, for F = I = W and messages that take no time
-    rounds = {"gpipe": m, "1f1b": m, "interleaved": v * m, "zb-h1": 3 * m}
-    formula = "     -"
-    if name in rounds and f == i == w and not comm and (name != "zb-h1" or m >= P):
-        formula = f"{(P - 1) / (rounds[name] + P - 1):6.2%}"
-    share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
-    return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
-            f"formula {formula}  in flight {timeline.peak_in_flight}{share}")
-
-
-COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
-LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of the input",
-          "W": "yellow: gradient of the weights"}
+COLORS = {"F": ("#6aa0e8", "blue: forward"), "B": ("#6cc08b", "green: backward"),
+          "I": ("#6cc08b", "green: gradient of the input"),
+          "W": ("#e8b04a", "yellow: gradient of the weights")}  # of actions
 INK = "#7d7d7d"  # visible on a white page and on a dark one
 
 
@@ -300,115 +272,94 @@ def draw_schedule(file, title, times):
             opacity = 2 / (2 + stage // len(times))
             font_size = min(12, 1.5 * wide / len(str(k)))
             shapes += [f'<rect x="{x:.1f}" y="{y}" width="{wide - 1:.1f}" height="22" '
-                       f'fill="{COLORS[kind]}" opacity="{opacity:.2f}"/>',
+                       f'fill="{COLORS[kind][0]}" opacity="{opacity:.2f}"/>',
                        f'<text x="{x + wide / 2:.1f}" y="{y + 15}" fill="#222" '
                        f'text-anchor="middle" font-size="{font_size:.1f}">{k}</text>']
     kinds = {action.kind for row in times for action, *_ in row}
-    meanings = "; ".join(LEGEND[kind] for kind in LEGEND if kind in kinds)
+    meanings = "; ".join(meaning for kind, (_, meaning) in COLORS.items() if kind in kinds)
     shapes.append(f'<text x="{left}" y="{bottom}" fill="{INK}">{meanings}</text>')
     Path(file).write_text("\n".join([*shapes, "</svg>\n"]))
 
 
 def schedules_command(words):
-    """schedules 1f1b 4 8: the timeline of a schedule, and its figures."""
-    parser = Parser(schedules.__doc__)
-    parser.add_argument("schedule", nargs="?", default="1f1b", choices=SCHEDULES, metavar="NAME",
+    """schedules 1f1b 4 8: the timeline of a schedule, and its figures. schedules 4 8: the figures
+    of every schedule, one line each."""
+    parser = Parser(schedules_command.__doc__)
+    parser.add_argument("schedule", nargs="?", choices=SCHEDULES, metavar="NAME",
                         help=", ".join(SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")
     parser.add_argument("--costs", default=(1, 1, 1, 0), metavar="F,I,W,comm",
                         type=lambda words: tuple(map(float, words.split(","))))
-    parser.add_argument("--compare", action="store_true", help="every schedule, one line each")
-    parser.add_argument("--svg", metavar="FILE", help="write the picture there as well")
+    parser.add_argument("--svg", metavar="FILE", help="write NAME's picture there")
     args = parser.parse_args(words)
     P, m = args.P, args.m
     if not 0 < P <= 500 or not 0 < m <= 20000 / P:
         parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
-    chosen = [args.schedule]
-    if args.compare:
-        chosen = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
-    for name in chosen:
-        if SCHEDULES[name].in_rounds and m % P:
-            parser.error(f"{m} microbatches must be a multiple of {P} ranks for {name}")
-        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+    fitting = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
+    if args.schedule not in (None, *fitting):
+        parser.error(f"{m} microbatches must be a multiple of {P} ranks for {args.schedule}")
+    if args.svg and not args.schedule:
+        parser.error(f"--svg {args.svg} is for one schedule; name it")
+    for name in [args.schedule] if args.schedule else fitting:
         try:
+            lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
             schedules.validate(lists, where)
             timeline = schedules.simulate(lists, where, args.costs)
-        except ValueError as error:
+            if args.svg:
+                title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
+                draw_schedule(args.svg, title, timeline.times)
+        except (OSError, ValueError) as error:
             parser.error(in_words(error))
-        if args.svg:
-            title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
-            draw_schedule(args.svg, title, timeline.times)
-        if not args.compare:
+        if args.schedule:
             print(schedule_text(timeline.times))
-        print(figures(name, P, m, args.costs, timeline))
+        v = SCHEDULES[name].stages_per_rank
+        share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
+        print(f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
+              f"in flight {timeline.peak_in_flight}{share}")
     print(WORDS)
 
 
-# ---- tables ----
-
-
-def mesh_command(words):
-    """mesh 2 2 1 1 2: the ranks in rows; then all groups along each axis longer than 1, along dp
-    and cp (replicas), and along pp and tp (one replica)."""
-    parser = Parser(mesh_command.__doc__)
-    parser.add_argument("sizes", nargs=5, type=int, metavar="N", help="of dp pp ep cp tp")
-    numbers = parser.parse_args(words).sizes
-    D, P, E, C, T = numbers
-    if min(numbers) < 1 or D % E or D * P * C * T > 1000:
-        parser.error(f"sizes {words}: at least 1 each, at most 1000 ranks, and ep must divide dp")
-    mesh = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
-    print(grid(mesh))
-    named = zip(("dp", "pp", "ep", "cp", "tp"), numbers, strict=True)
-    for axes in (*[[axis] for axis, n in named if n > 1], ["dp", "cp"], ["pp", "tp"]):
-        print(f"group({', '.join(axes)}):", *lay_out(mesh, axes))
+# ---- the command ----
 
 
 def sizes_command(words):
     """sizes 7e9: GB of model states that a rank holds, and GB that the rank sends in a step, by
     ZeRO stage and number of ranks."""
     parser = Parser(sizes_command.__doc__)
-    parser.add_argument("parameters", nargs="?", type=float, default=7e9)
-    parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
+    parser.add_argument("parameters", type=float)
     parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
     args = parser.parse_args(words)
-    m = args.microbatches
-    if not min(args.parameters, args.gpu_gb, m) > 0:
-        parser.error("parameters, --gpu-gb and --microbatches must be above 0")
-    billions = args.parameters / 1e9
+    billions, m = args.parameters / 1e9, args.microbatches
+    if not min(billions, m) > 0:
+        parser.error("parameters and --microbatches must be above 0")
     weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1)
     print(f"{args.parameters:g} parameters of 2 bytes: weights {billions * weights:g} "
           f"GB, gradients {billions * gradients:g} GB, Adam's states {billions * optimizer:g} GB")
-    print(f"{'':6}  GB held per rank, * fits into {args.gpu_gb:g} GB{'':20}"
-          f"GB sent in a step, microbatches: {m}")
-    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>12}" for stage in range(4))
-          + f"{'ZeRO-0, 1':>14}{'ZeRO-2':>10}{'ZeRO-3':>10}")
+    print(f"{'':6} | {'GB held per rank':40} | GB sent in a step, microbatches: {m}")
+    row = "{:>6} | {:>9} {:>9} {:>9} {:>9}  | {:>9} {:>9} {:>9}"
+    print(row.format("ranks", *(f"ZeRO-{stage}" for stage in range(4)), "ZeRO-0, 1", "ZeRO-2",
+                     "ZeRO-3"))
     for D in (2**i for i in range(11)):
-        row = f"{D:6d}"
-        for stage in range(4):
-            gb = billions * sum(sizes.bytes_per_parameter(stage, D))
-            row += f"{gb:10.4g} {'*' if gb <= args.gpu_gb else ' '}"
+        held = [billions * sum(sizes.bytes_per_parameter(stage, D)) for stage in range(4)]
         # How many reduce-scatters and all-gathers of the whole gradient's size a step has
-        for halves, wide in ((2, 14), (1 + m, 10), (3 * m, 10)):
-            row += f"{halves * (D - 1) / D * billions * gradients:{wide}.4g}"
-        print(row)
+        sent = [halves * (D - 1) / D * billions * gradients for halves in (2, 1 + m, 3 * m)]
+        print(row.format(D, *(f"{gb:.4g}" for gb in (*held, *sent))))
 
 
-# ---- the command ----
-
-COMMANDS = {name: partial(demo_command, name) for name in DEMOS}
-COMMANDS.update(mesh=mesh_command, sizes=sizes_command, schedules=schedules_command)
+COMMANDS = {"schedules": schedules_command, "sizes": sizes_command}
 
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("name", choices=COMMANDS, metavar="NAME", help=", ".join(COMMANDS))
+    names = [*DEMOS, *COMMANDS]
+    parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS")
     args = parser.parse_args()
-    try:
+    if args.name in COMMANDS:
         COMMANDS[args.name](args.words)
-    except OSError as error:  # a picture that cannot be written
-        parser.error(in_words(error))
+    else:
+        demo_command(args.name, args.words)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ def held_and_sent(rank, cfg):
     "--experts 4",
     "--dp 2 --ep 2 --experts 4 --zero 1",
     "--dp 2 --ep 2 --tp 2 --sp --experts 4 --recompute",
-    "--arch llama --n-kv-head 4 --dp 2 --tp 2 --sp"])
+    "--arch llama --n-kv-head 4 --dp 2 --tp 2 --sp",
+    "--arch qwen2 --n-kv-head 4 --dp 2 --tp 2 --zero 1"])
 def test_bytes_held_and_sent_are_the_predicted_ones(corpus, words):
     cfg = flags_of(words.split(), corpus)
     model = config_of(cfg, VOCAB)
