@@ -111,9 +111,10 @@ def our_collective(job):
 def gloo_collective(job):
     whole = job.tensor()
     own = torch.zeros(len(whole) // job.n)
-    return calls(*{"all_reduce": (dist.all_reduce, whole),
-                   "reduce_scatter": (dist.reduce_scatter_tensor, own, whole),
-                   "all_gather": (dist.all_gather_into_tensor, whole, own)}[job.row.name])
+    table = {"all_reduce": (dist.all_reduce, whole),
+             "reduce_scatter": (dist.reduce_scatter_tensor, own, whole),
+             "all_gather": (dist.all_gather_into_tensor, whole, own)}
+    return calls(*table[job.row.name])
 
 
 def adamw(job, model, kind=torch.optim.AdamW, **more):
@@ -135,14 +136,14 @@ def norm_of(grads):
     return torch.hypot(norm, get_total_norm(split).full_tensor()) if split else norm
 
 
-def usual_step(job, optimizer, forward_backward, norm_of=norm_of):
+def usual_step(job, optimizer, forward_backward, global_norm=norm_of):
     """The usual step: forward_backward(), which returns this rank's share of the loss; clip by the
     global norm; step the weights."""
     groups = [group["params"] for group in optimizer.param_groups]
 
     def step():
         loss = forward_backward()
-        norm = norm_of([param.grad for params in groups for param in params])
+        norm = global_norm([param.grad for params in groups for param in params])
         for params in groups:
             clip_grads_with_norm_(params, job.cfg.grad_clip, norm)
         optimizer.step()
@@ -375,7 +376,7 @@ def nanogpt(job):
     theirs = load(job.args.nanogpt, "model.py")
     model = theirs.GPT(theirs.GPTConfig(config.block_size, config.vocab_size, config.n_layer,
                                         config.n_head, config.n_embd, dropout=0.0))
-    # Our names are theirs. strict: they count the head's matrix, which is tied, once more
+    # Our names are theirs. Not strict: theirs has the tied matrix under the head's name as well
     model.load_state_dict(dict(job.whole_model().canonical_parameters()), strict=False)
     optimizer = model.configure_optimizers(cfg.weight_decay, cfg.lr, BETAS, "cpu")
 
