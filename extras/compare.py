@@ -4,14 +4,13 @@
     python -m extras.compare record FOLDER                records two steps of our trainer
     python -m extras.compare record FOLDER --tp 2 --pp 2  ... on four ranks; other flags: train.py's
 
-A trainer of your own calls record() in a run of one process and in a run of several. record() and
-the comparison need torch alone: copy this file into your project. Train in float64, in which what
-differs by more than rounding is a bug. Compared, in this order: initial weights, tokens, loss,
-gradients, norm, weights after the step. A cause is named only if one of this table fits to nearly
-all digits, else the line ends with FITS_NONE:
+A trainer of your own calls record() in a run of one process and in a run of several, in float64, in
+which what differs by more than rounding is a bug. (Copy this file: record() and the comparison need
+torch alone.) Compared: initial weights, tokens, loss, gradients, norm, weights after the step. A
+cause is named only if one of this table fits to nearly all digits, else the line says FITS_NONE:
 
-    loss        a size of the layout, or 1 over it, times ONE's
-    gradient    such a factor (2: summed twice; 1/D: averaged); terms of some ranks or microbatches
+    loss        ONE's, times or divided by a size of the layout
+    gradient    the same, or 2: summed twice, 1/D: averaged; terms of some ranks or microbatches
                 missing, or counted twice
     norm        of one rank's own tensors; copies counted
 """
@@ -35,7 +34,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, to
 
 
 def record(folder, step, loss=None, gradients=(), weights=(), rank=0, norm=None, tokens=None,
-           terms=(), layout=None):
+           terms=(), layout=()):
     """Save what this rank has in a step into a file of the folder. Call it on every rank, once the
     gradients are summed over the ranks, and before they are clipped and the weights stepped; after
     the last step once more, with the weights.
@@ -48,15 +47,14 @@ def record(folder, step, loss=None, gradients=(), weights=(), rank=0, norm=None,
     norm        your trainer's global gradient norm
     tokens      (ids, targets), (B, S) each, all sequences of this rank. It has some tokens of each
                 sequence: (ids, targets, their positions)
-    terms       for each microbatch the gradients of this rank alone, before any sum over ranks
+    terms       {name: the gradient in each microbatch, of this rank alone, before any sum}
     layout      {name: size}, such as {"dp": 2, "microbatches": 3}: what a factor may come from.
                 Take sizes that differ, so that each factor has one meaning"""
     def kept(named):
         found = {}
         for name, value in dict(named).items():
             tensor, dim, ranges = value if isinstance(value, tuple) else (value, 0, ())
-            ranges = [(int(start), int(stop)) for start, stop in ranges]
-            found[name] = (tensor.detach().cpu().clone(), dim, ranges)
+            found[name] = (tensor.detach().cpu().clone(), dim, list(ranges))
         return found
 
     if tokens:
@@ -68,12 +66,12 @@ def record(folder, step, loss=None, gradients=(), weights=(), rank=0, norm=None,
                 "gradients": kept(gradients),
                 "weights": kept(weights),
                 "tokens": tokens,
-                "terms": [kept(term) for term in terms],
-                "layout": layout or {}}, Path(folder, f"step-{step}-rank-{rank}.pt"))
+                "terms": dict(terms),
+                "layout": dict(layout)}, Path(folder, f"step-{step}-rank-{rank}.pt"))
 
 
 def load(folder):
-    """{step: {rank: what record() has saved}}"""
+    """{step: {rank: what record() has saved}}, both in order."""
     found = {}
     for path in Path(folder).glob("step-*-rank-*.pt"):
         step, rank = (int(number) for number in re.findall(r"\d+", path.name))
@@ -83,12 +81,12 @@ def load(folder):
     return {step: dict(sorted(found[step].items())) for step in sorted(found)}
 
 
-# ---- the table ----
+# ---- a number: the factors of the table ----
 
 
 def factors(one, ranks):
-    """{words: factor} of the table: the sizes of OTHER's layout, of products of two of these, and
-    of the batch."""
+    """{words: factor} of the table: the sizes of OTHER's layout, the products of two of these, and
+    the sizes of the batch."""
     sizes = {name: size for saved in ranks.values() for name, size in saved["layout"].items()
              if size > 1}
     sizes |= {f"{a} x {b}": sizes[a] * sizes[b] for a, b in combinations(sizes, 2)}
@@ -108,7 +106,7 @@ def fitting(got, rows, tolerance):
                        if abs(got - number) <= tolerance * abs(number))
 
 
-# ---- gradients: a factor, or terms that count too often or not at all ----
+# ---- a gradient: a factor, or terms that count too often or not at all ----
 
 NOTHING = (FITS_NONE, "")  # (how a tensor differs, the table's words for it; "": it has none)
 
@@ -117,42 +115,47 @@ def near(got, want, tolerance):
     return (got - want).norm() <= 10 * tolerance * want.norm()
 
 
+def terms_of(name, rank, ranks, tolerance):
+    """{(rank, microbatch): vector}: the terms of the slice of a gradient that this rank has, its
+    own first; without zeros and copies, because T tensor ranks may have one term."""
+    _, *where = ranks[rank]["gradients"][name]
+    found = {}
+    for other in sorted(ranks, key=lambda other: other != rank):
+        _, *there = ranks[other]["gradients"].get(name, [None])
+        for k, term in enumerate(ranks[other]["terms"].get(name, ()) if there == where else ()):
+            term = term.cpu().double().flatten()
+            if term.any() and not any(near(term, each, tolerance) for each in found.values()):
+                found[other, k] = term
+    return found
+
+
 def counts(got, want, terms, tolerance):
-    """{label: how often `got` counts the term}. None if the terms do not add up to `want`, or if no
+    """{label: how often `got` counts the term}. {} if the terms do not add up to `want`, or if no
     weights, or several, make them `got`."""
-    distinct = {}  # without zeros and copies: T tensor ranks may have one term
-    for label, term in terms.items():
-        if term.any() and not any(near(term, other, tolerance) for other in distinct.values()):
-            distinct[label] = term
-    if not distinct or len(got) < 2 * len(distinct) or not got.isfinite().all():
-        return None
-    total = sum(distinct.values())
-    share = total @ want / (total @ total)  # 1; 1/D if the trainer averages over D ranks
-    if not near(share * total, want, tolerance):
-        return None
-    matrix = torch.stack([share * term for term in distinct.values()], 1)  # (elements, terms)
+    if not terms or len(got) < 2 * len(terms) or not got.isfinite().all():
+        return {}
+    matrix = torch.stack([*terms.values()], 1)  # (elements, terms)
+    total = matrix.sum(1)
+    matrix *= total @ want / (total @ total)  # by 1; by 1/D if the trainer averages over D ranks
     sizes = matrix.norm(dim=0)
     slack = math.sqrt(tolerance)
-    if torch.linalg.svdvals(matrix / sizes).min() < slack:
-        return None
+    if not near(matrix.sum(1), want, tolerance) or torch.linalg.svdvals(matrix / sizes)[-1] < slack:
+        return {}
     weights = torch.linalg.lstsq(matrix / sizes, got.unsqueeze(1)).solution.flatten() / sizes
     if not near(matrix @ weights, got, tolerance):
-        return None
+        return {}
     return {label: round(weight) if abs(weight - round(weight)) < slack else weight
-            for label, weight in zip(distinct, weights.tolist(), strict=True)}
+            for label, weight in zip(terms, weights.tolist(), strict=True)}
 
 
 def explain_gradient(got, want, terms, rank, rows, tolerance):
-    """(how a gradient of this rank differs, its cause). terms: {(rank, microbatch): vector}. rows:
-    factors() of the layout."""
+    """(how a gradient of this rank differs, its cause). rows: factors() of the layout."""
     if near(got, want, tolerance):
         return NOTHING
     factor = (got @ want / (want @ want)).item()
     if len(got) > 1 and near(got, factor * want, tolerance):
         return f"{factor:.6g} times ONE's", fitting(factor, rows, math.sqrt(tolerance))
     times = counts(got, want, terms, tolerance)
-    if not times:
-        return NOTHING
     others = [number for (whose, _), number in times.items() if whose != rank]
     if others and not any(others):
         return "this rank's own terms only", "not summed over the ranks"
@@ -160,7 +163,7 @@ def explain_gradient(got, want, terms, rank, rows, tolerance):
     for (whose, _), number in sorted(times.items()):
         words[whose] = words.get(whose, f"rank {whose}:") + f" {number:.4g}"
     return (f"terms of microbatches count ({', '.join(words.values())}) times",
-            "each has to count once")
+            "each has to count once") if times else NOTHING
 
 
 # ---- checks: each returns the lines that say how OTHER differs, none if it is equal ----
@@ -171,11 +174,12 @@ def pieces(full, dim, ranges):
     return [full.narrow(dim, start, stop - start) for start, stop in ranges] or [full]
 
 
-def check_tensors(kind, one, ranks, explain=lambda *_: NOTHING):
-    """explain(name, rank, got, want, tolerance): how a tensor differs, and its cause."""
+def check_tensors(kind, one, ranks):
+    """kind: "weights" or "gradients". Only a gradient's difference is explained."""
     full = {name: tensor.double() for name, (tensor, *_) in one[kind].items()}
     largest = max(tensor.abs().max().item() for tensor in full.values())
     absent = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in full.items()}
+    rows = factors(one, ranks)
     differing = {}  # (fact, cause) -> [(name, rank, difference)]
     for rank, saved in ranks.items():
         for name, (tensor, dim, ranges) in saved[kind].items():
@@ -186,12 +190,14 @@ def check_tensors(kind, one, ranks, explain=lambda *_: NOTHING):
                 return [f"{name} on rank {rank}: ONE has none of this name and shape"]
             for piece in pieces(absent[name], dim, ranges):
                 piece.fill_(False)
-            size = max(want.abs().max().item(), 1e-3 * largest)
-            error = (got - want).abs().max().item() / size
+            error = (got - want).abs().max().item() / max(want.abs().max().item(), 1e-3 * largest)
             tolerance = TOLERANCE[tensor.dtype]
             if not error <= tolerance:  # a nan is not
-                differing.setdefault(explain(name, rank, got, want, tolerance), []).append(
-                    (name, rank, error))
+                how = NOTHING
+                if kind == "gradients":
+                    terms = terms_of(name, rank, ranks, tolerance)
+                    how = explain_gradient(got, want, terms, rank, rows, tolerance)
+                differing.setdefault(how, []).append((name, rank, error))
     lines = [f"{name}: no rank has {int(elements.sum())} of its {elements.numel()} elements"
              for name, elements in absent.items() if elements.any()]
     # What fits none may be the cause of the others: then facts, but no causes
@@ -210,19 +216,6 @@ def check_tensors(kind, one, ranks, explain=lambda *_: NOTHING):
     return lines
 
 
-def check_gradients(one, ranks):
-    def explain(name, rank, got, want, tolerance):
-        where = ranks[rank]["gradients"][name][1:]
-        own_first = sorted(ranks, key=lambda other: other != rank)
-        terms = {(other, k): term[name][0].double().flatten() for other in own_first
-                 for k, term in enumerate(ranks[other]["terms"])
-                 if name in term and term[name][1:] == where}
-        return explain_gradient(got, want, terms, rank, rows, tolerance)
-
-    rows = factors(one, ranks)
-    return check_tensors("gradients", one, ranks, explain)
-
-
 def check_tokens(one, ranks):
     """In any order of the sequences: does each rank have ONE's, and do all ranks have all?"""
     given = {rank: saved["tokens"] for rank, saved in ranks.items() if saved["tokens"]}
@@ -239,38 +232,41 @@ def check_tokens(one, ranks):
             if wrong[same].any(1).all():
                 places = positions[wrong[same][0]].tolist()
                 return [f"{FITS_NONE}: rank {rank}'s targets at positions {places}"]
-            rows = (same & ~wrong.any(1)).nonzero()
-            absent[rows, positions] = False
+            found = (same & ~wrong.any(1)).nonzero()
+            absent[found, positions] = False
     lost = absent.any(1).nonzero().flatten().tolist()
     return [f"sequences {lost} of ONE are on no rank"] if lost else []
 
 
-def check_number(kind, want, one, ranks, rows):
-    """rows(rank): {words of the table: what the number would be}"""
+def check_number(kind, want, rows, one, ranks):
+    """rows: {words of the table: what the number would be}"""
     tolerance = max(TOLERANCE[full.dtype] for full, *_ in one["gradients"].values())
     for rank, saved in ranks.items():
         got = saved[kind]
         if got is not None and not abs(got - want) <= tolerance * abs(want):  # a nan is not
-            cause = fitting(got, rows(rank), tolerance) or FITS_NONE
+            cause = fitting(got, rows, tolerance) or FITS_NONE
             return [f"{got:.10g} on rank {rank}, not {want:.10g}: {cause}"]
     return []
 
 
 def check_loss(one, ranks):
-    want = one["loss"]
-    rows = {words: factor * want for words, factor in factors(one, ranks).items()}
-    return check_number("loss", want, one, ranks, lambda rank: rows)
+    rows = {words: factor * one["loss"] for words, factor in factors(one, ranks).items()}
+    return check_number("loss", one["loss"], rows, one, ranks)
+
+
+def norm_of(saved):
+    return math.hypot(*(grad.double().norm().item() for grad, *_ in saved["gradients"].values()))
 
 
 def check_norm(one, ranks):
     """The gradients are equal, so the right norm is that of ONE's."""
-    def norm_of(*records):
-        return math.hypot(*(grad.double().norm().item() for saved in records
-                            for grad, *_ in saved["gradients"].values()))
+    own = {f"of rank {rank}'s own tensors": norm_of(saved) for rank, saved in ranks.items()}
+    rows = own | {"each rank with a copy counts it": math.hypot(*own.values())}
+    return check_number("norm", norm_of(one), rows, one, ranks)
 
-    return check_number("norm", norm_of(one), one, ranks, lambda rank: {
-        "of this rank's own tensors": norm_of(ranks[rank]),
-        "each rank with a copy counts it": norm_of(*ranks.values())})
+
+CHECKS = {"tokens": check_tokens, "loss": check_loss,
+          "gradients": partial(check_tensors, "gradients"), "norm": check_norm}
 
 
 # ---- compare ----
@@ -280,20 +276,18 @@ def compare(one_run, other_run):
     """Yields (what, the lines that say how it differs), in the order of the docstring, and ends
     with what differs first; after a loss that differs come the gradients, which tell more."""
     what = "initial weights"
-    for step in one_run:
+    for step, processes in one_run.items():
+        assert len(processes) == 1, "ONE has to be the record of one process"
         if step not in other_run:
             yield f"step {step}", ["OTHER has no record of the step"]
             return
-        assert len(one_run[step]) == 1, "ONE has to be the record of one process"
-        one, ranks = one_run[step][0], other_run[step]
-        lines = check_tensors("weights", one, ranks)
-        yield what, lines
-        if lines or not one["gradients"]:  # none: the record after the last step
+        one, ranks = processes[0], other_run[step]
+        found = check_tensors("weights", one, ranks)
+        yield what, found
+        if found or not one["gradients"]:  # none: the record after the last step
             return
         what = f"step {step} weights"
-        found = []
-        for name, check in (("tokens", check_tokens), ("loss", check_loss),
-                            ("gradients", check_gradients), ("norm", check_norm)):
+        for name, check in CHECKS.items():
             lines = check(one, ranks)
             yield f"step {step} {name}", lines
             found += lines
@@ -327,31 +321,29 @@ def record_ours(rank, cfg, folder):
     data = Data(cfg)
     config = config_of(cfg, data.vocab_size)
     trainer = train.Trainer(cfg, mesh, config, from_seed(config, cfg.seed))
-    reducer, step_weights = trainer.reducer, trainer.optimizer.step
-    terms = [{} for _ in range(cfg.microbatches)]
+    reducer, clip_and_step = trainer.reducer, trainer.optimizer.step
     gradients = {}
+    terms = {}
 
     def slices(pairs):
         return {tag.name: (tensor, tag.dim, tag.ranges) for tag, tensor in pairs}
 
-    def keep_term(tag, grad):  # called by autograd with the gradient of a microbatch
+    def keep_term(name, grad):  # called by autograd with the gradient of a microbatch
         if grad is not None:  # a zero-bubble schedule computes those of matrices without autograd
-            term = next(term for term in terms if tag.name not in term)
-            term.update(slices([(tag, grad.clone())]))
+            terms.setdefault(name, []).append(grad.clone())
 
     def keep_gradients(grads, norm, lr):
         gradients.update(slices(whole_slices(reducer, grads)))  # copies, before clipping
-        step_weights(grads, norm, lr)
+        clip_and_step(grads, norm, lr)
 
     for flat in reducer.trained_flats:
         for param in flat.params:
-            param.register_hook(partial(keep_term, param.tag))
+            param.register_hook(partial(keep_term, param.tag.name))
     trainer.optimizer.step = keep_gradients
     layout = {name: getattr(cfg, name) for name in ("dp", "pp", "cp", "tp", "microbatches")}
     for step in (0, 1):
         weights = slices(reducer.whole())
-        for term in terms:
-            term.clear()
+        terms.clear()
         batches = data.training(cfg, step, mesh)
         loss, norm, _ = trainer.step(batches, train.learning_rate(cfg, step))
         ids, targets = map(torch.cat, zip(*trainer.own(batches), strict=True))
