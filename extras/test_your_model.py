@@ -1,9 +1,9 @@
 """Models of your own under DDP, ZeRO-1, 2 and 3: what one process computes, or one line.
 
 A table of modules as people write them, of loops, and of mistakes. In a loop: two replicas, three
-steps of two microbatches, two groups of AdamW, clipping. Raw gradients, norm and weights equal one
-process's to 1e-10 in float64 in each stage or, where the table says so, an error says what to do.
-Then loops of other forms."""
+steps of two microbatches, two groups of AdamW, a learning rate that falls, clipping. Raw gradients,
+norm and weights equal one process's to 1e-10 in float64 in each stage or, where the table says so,
+an error says what to do. Then loops of other forms, and what ZeRO-3 sends and holds."""
 
 import copy
 import random
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize
+from torch.nn.utils import clip_grad_norm_, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from extras import your_model
@@ -82,30 +82,24 @@ def tied():
     return net
 
 
-def depth_random():
-    """Random layers in a random order, by Python's random numbers. Asks for a layer's class."""
+def in_any_order():
+    """Layers that call themselves, in an order by Python's random numbers, one of them twice, some
+    never; two share a weight. Asks for a layer's class."""
+    def of_layer(layer, x, depth=2):
+        x = layer.linear(x).tanh() * random.random()
+        return layer(x, depth - 1) if depth else x
+
     def forward(net, p):
         random.seed(p.step)
         x = p.x
-        for layer in random.sample([*net.layers], 3):
+        for layer in random.choices(net.layers, k=5):
             assert isinstance(layer.linear, nn.Linear)
             x = x + layer(x)
         return x
 
-    return Made(forward, layers=layers(
-        4, lambda layer, x: layer.linear(x).tanh() * random.random(), linear=linear))
-
-
-def reused():
-    """A layer runs three times, two share a weight, and one calls itself."""
-    def forward(layer, x, depth=3):
-        x = layer.linear(x).tanh()
-        return layer(x, depth - 1) if depth else x
-
-    layer, one, two = linear(), linear(), linear()
-    two.weight = one.weight
-    return nn.Sequential(layer, one, nn.Tanh(), layer, two, nn.Sequential(layer),
-                         Made(forward, linear=linear()))
+    net = Made(forward, layers=layers(4, of_layer, linear=linear))
+    net.layers[1].linear.weight = net.layers[2].linear.weight
+    return net
 
 
 def convolutions():
@@ -124,15 +118,13 @@ def transformer():
 
 
 def nested():
-    """ModuleDict, ParameterList, ParameterDict; lists in a list; a padding index."""
+    """ModuleDict, ParameterList; lists in a list; a padding index."""
     def forward(net, p):
-        x = net.lists["deep"][0][0](net.lists["wte"](p.ids))
-        return x @ net.weights["a"] * net.scales[0] * net.scales[1]
+        return net.lists["deep"][0][0](net.lists["wte"](p.ids)) * net.scales[0] * net.scales[1]
 
     lists = nn.ModuleDict({"wte": nn.Embedding(WORDS, WIDE, padding_idx=2),
                            "deep": nn.ModuleList([nn.ModuleList([linear()]), nn.ModuleList()])})
-    return Made(forward, scales=nn.ParameterList([weight(2), weight(2)]), lists=lists,
-                weights=nn.ParameterDict({"a": weight(WIDE, 2)}))
+    return Made(forward, scales=nn.ParameterList([weight(WIDE), weight(WIDE)]), lists=lists)
 
 
 def structures():
@@ -166,20 +158,12 @@ def experts():
         2, of_layer, router=matrix, experts=lambda: nn.ModuleList([linear() for _ in range(WIDE)])))
 
 
-def frozen():
-    """Fine-tuning: one of two blocks is trained, and no embedding."""
-    net = tied()
-    net.wte.weight.requires_grad_(False)
-    net.blocks[0].requires_grad_(False)
-    return net
-
-
 def lora():
+    """Fine-tuning: embedding and first block are frozen, the second has adapters."""
     net = tied()
-    for block in net.blocks:
-        block.requires_grad_(False)
-        low = Made(lambda low, weight: weight + low.a @ low.b, a=weight(WIDE, 2), b=weight(2, WIDE))
-        parametrize.register_parametrization(block, "weight", low)
+    net.requires_grad_(False)
+    low = Made(lambda low, weight: weight + low.a @ low.b, a=weight(WIDE, 2), b=weight(2, WIDE))
+    parametrize.register_parametrization(net.blocks[1], "weight", low)
     return net
 
 
@@ -234,9 +218,10 @@ def checkpointed(reentrant=False):
 
 
 def heads(choose):
-    """Uses one of two heads, and one module never."""
-    return Made(lambda net, p: net.heads[choose(p)](net.body(p.x)), body=linear(),
-                heads=nn.ModuleList([linear(), linear()]), never=nn.Linear(4, 4))
+    """Uses one of two heads and of two scales, and one module never."""
+    return Made(lambda net, p: net.heads[choose(p)](net.body(p.x)) * net.scales[p.replica],
+                body=linear(), heads=nn.ModuleList([linear(), linear()]), never=nn.Linear(4, 4),
+                scales=nn.ParameterList([weight(WIDE), weight(WIDE)]))
 
 
 # ---- what a loop does ----
@@ -273,6 +258,14 @@ def several(model, p):
             loss_of(model, part_of(9, 0, 0))
     (loss / 8).backward(retain_graph=True)
     return loss + model.blocks[p.step % 2](p.x).square().mean()
+
+
+def tried_again(model, p):
+    """A layer raises an error, such as of a full memory."""
+    failing = patch.object(model.layers[2], "forward", side_effect=MemoryError)
+    with failing, pytest.raises(MemoryError):
+        loss_of(model, p)
+    return loss_of(model, p)
 
 
 def drop(model, optimizer, step):
@@ -325,18 +318,13 @@ def says(stages, line):
 ALL, ZERO, ZERO_3 = range(4), (1, 2, 3), (3,)
 FREED = "the weights of .* are freed"
 MARK = f"the gradient of .* is in the reducer|{FREED}"
-MODULES = (stack, tied, depth_random, reused, convolutions, transformer, nested, structures,
-           experts, frozen, lora, hooked, saved_tensors, odd_shapes, checkpointed)
+MODULES = (stack, tied, in_any_order, convolutions, transformer, nested, structures, experts, lora,
+           hooked, saved_tensors, odd_shapes, checkpointed)
 TABLE = {make.__name__: Row(make) for make in MODULES} | {
     "lstm": Row(lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LSTM(2, 5, num_layers=2))),
-    "weight_norm": Row(lambda: nn.Sequential(
-        parametrizations.weight_norm(linear()), nn.Tanh(), nn.Linear(WIDE, 2))),
     "reentrant": Row(lambda: checkpointed(reentrant=True)),
-    "two_heads": Row(lambda: heads(lambda p: p.step % 2)),
+    "other_weights": Row(lambda: heads(lambda p: p.step % 2)),
     "other_layers": Row(lambda: heads(lambda p: p.replica), says(ZERO_3, "is at .*, replica")),
-    "one_replica": Row(lambda: Made(
-        lambda net, p: net.body(p.x) * net.params[p.replica], body=linear(),
-        params=nn.ParameterList([weight(WIDE), weight(WIDE)]))),
     "two_dtypes": Row(
         lambda: layers(2, lambda layer, x: layer.linear(x) * layer.gate(x.float()).double(),
                        linear=linear, gate=linear), tolerance=1e-5,  # a part has 32 bits
@@ -344,15 +332,16 @@ TABLE = {make.__name__: Row(make) for make in MODULES} | {
     "autocast": Row(lambda: nn.Sequential(linear(), nn.Tanh(), linear()), loss=in_autocast,
                     convert=nn.Module.float, tolerance=1e-4),  # products have 8 bits
     # Forwards and backwards
-    "calls_parts": Row(stack, loss=lambda net, p: net.head(net.layers(p.x)).square().mean()),
     "penalty": Row(stack, says(ZERO_3, FREED), loss=penalty),
     "gradient_penalty": Row(stack, loss=gradient_penalty),
     "compiled": Row(stack, wrapped=lambda net: net.compile(backend="aot_eager")),
     "several": Row(tied, loss=several),
+    "tried_again": Row(stack, loss=tried_again),
     # Gradients and steps
     "drops_a_step": Row(stack, before_gradients=drop),
     "skips_a_step": Row(stack, steps=lambda step: step != 1),
-    "unfreezes": Row(frozen, says(ALL, "was frozen when the model was"),
+    "freezes_for_a_step": Row(stack, after=lambda net, step: net.head.requires_grad_(step > 0)),
+    "unfreezes": Row(lora, says(ALL, "was frozen when the model was"),
                      after=lambda net, step: net.requires_grad_(True)),
     "clips_the_model": Row(stack, says(ZERO, MARK), before_step=clip_the_model),
     "clips_too_early": Row(stack, says(ALL, MARK), before_gradients=clip_the_model),
@@ -423,7 +412,7 @@ def start(row, reducer_class, seed, mesh, saved=None):
     for tag, weights in zip(reducer.tags, reducer.weights, strict=True):
         groups[0.1 if tag.name.endswith("weight") else 0.0].append(weights)
     optimizer = torch.optim.AdamW([{"params": group, "weight_decay": decay}
-                                   for decay, group in groups.items()], lr=0.01)
+                                   for decay, group in groups.items()])
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
     return model, reducer, optimizer
@@ -436,6 +425,8 @@ def train(row, reducer_class, replicas, D, mesh=None):
     found, starts = {}, {}
     for step in range(STEPS):
         optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
         for replica in replicas:
             for k in range(MICROBATCHES):
                 torch.manual_seed(1000 + 100 * step + 10 * replica + k)  # dropout's seed
@@ -503,21 +494,6 @@ def test_a_row_equals_one_process_or_is_an_error_of_one_line(name, D):
                 assert isinstance(answer, float) and answer < row.tolerance, answers
 
 
-def most_held(rank):
-    """(most Flats that are whole at a time, bytes of weights between steps) of four layers."""
-    model = nn.Sequential(*[linear() for _ in range(4)]).double()
-    reducer = your_model.ZeRO3(model, Mesh(dp=RANKS))
-    most = []
-    with patch.object(reducer, "make_whole", lambda flat: (
-            your_model.ZeRO3.make_whole(reducer, flat), most.append(len(reducer.gathers)))):
-        loss_of(model, part_of(0, rank, 0)).backward()
-    return max(most), sum(param.untyped_storage().nbytes() for param in model.parameters())
-
-
-def test_zero3_has_one_layer_whole_at_a_time():
-    assert ranks(RANKS, most_held) == [(1, 0)] * RANKS
-
-
 # ---- loops of other forms ----
 
 
@@ -546,13 +522,16 @@ def two_networks(rank, stage):
 
 
 def loop_of_the_page(rank, stage):
-    """The loop of docs/your-model.md, with another class."""
+    """The loop of docs/your-model.md, with another class. Also: a BatchNorm keeps the statistics of
+    its own replica, from those with which replica 0 began."""
     def batches(replica):
         return [(part_of(step, replica, 0).x, None) for step in range(STEPS)]
 
     def net(seed):
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        norm = nn.BatchNorm1d(WIDE)
+        norm.running_mean.fill_(seed)
+        return nn.Sequential(norm, nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
     page = (HERE / "docs/your-model.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
@@ -560,13 +539,15 @@ def loop_of_the_page(rank, stage):
              "loss_of": lambda out, y: out.square().mean()}
     with patch("torch.distributed.init_process_group"):
         exec(code.replace("ZeRO3", STAGES[stage].__name__), names)
-    alone = net(0)
+    alone, norm = net(0), net(0)[0]
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
     for parts in zip(*map(batches, range(RANKS)), strict=True):
         optimizer.zero_grad()
         sum(alone(x).square().mean() / RANKS for x, _ in parts).backward()
         optimizer.step()
-    return whole_weights(names["reducer"]), dict(alone.named_parameters())
+        norm(parts[rank][0])
+    return (whole_weights(names["reducer"]) | dict(names["model"][0].named_buffers()),
+            dict(alone.named_parameters()) | dict(norm.named_buffers()))
 
 
 @pytest.mark.parametrize("stage", ALL)
@@ -574,3 +555,37 @@ def loop_of_the_page(rank, stage):
 def test_a_loop_equals_one_process(loop, stage):
     for found, want in ranks(RANKS, loop, stage):
         assert difference(found, want, {}) < 1e-10
+
+
+# ---- what ZeRO-3 sends and holds ----
+
+
+def sent_and_held(rank, D):
+    """(elements sent, most Flats that are whole at a time, bytes of weights between steps) of
+    backwards of four layers."""
+    def forward(net, p):
+        x = p.x
+        for layer in net.layers:
+            x = layer(x).tanh()
+        return x
+
+    model = Made(forward, layers=nn.ModuleList([linear() for _ in range(4)])).double()
+    mesh = Mesh(dp=D)
+    reducer = your_model.ZeRO3(model, mesh)
+    groups = mesh.group("shard"), mesh.group("dp")
+    before = sum(group.bytes_sent for group in groups)
+    most = []
+    with patch.object(reducer, "make_whole", lambda flat: (
+            your_model.ZeRO3.make_whole(reducer, flat), most.append(len(reducer.gathers)))):
+        for k in range(MICROBATCHES):
+            loss_of(model, part_of(0, rank, k)).backward()
+    sent = (sum(group.bytes_sent for group in groups) - before) // 8
+    return sent, max(most), sum(param.untyped_storage().nbytes() for param in model.parameters())
+
+
+@pytest.mark.parametrize("D", [RANKS, 3])
+def test_zero3_sends_what_the_formula_says_and_has_one_layer_whole_at_a_time(D):
+    elements = 4 * (WIDE + 1) * WIDE
+    gathers = MICROBATCHES * 2 * 4  # each begins with one number: are the replicas at one place?
+    sent = 3 * MICROBATCHES * elements * (D - 1) // D + gathers
+    assert ranks(D, sent_and_held, D) == [(sent, 1, 0)] * D
