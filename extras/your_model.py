@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ddp
 import zero
-from collectives import all_gather, all_reduce, broadcast, own_chunk
+from collectives import all_gather, all_reduce, broadcast, maximum, own_chunk
 from shard import Tag
 
 # ---- tensors that refuse: freed weights, marks in place of gradients, pieces of gradients ----
@@ -148,16 +148,16 @@ class YourModel:
     def error(self, line):
         return RuntimeError(f"{type(self).__name__}: {line}")
 
-    def same_everywhere(self, place):
-        """RuntimeError if the replica before this one is at another place: its next message would
-        be taken for this replica's."""
-        if self.order.size > 1:
-            mine = torch.tensor([zlib.crc32(place.encode())], device=self.order.device)
-            theirs = torch.empty_like(mine)
-            self.order.exchange(mine, self.order.next, theirs, self.order.prev).wait()
-            if not torch.equal(mine, theirs):
-                raise self.error(f"replica {self.order.rank} is at {place}, replica "
-                                 f"{self.order.prev} elsewhere: all run the same layers and steps")
+    def least_of_all(self, count, place):
+        """The least count of all replicas. RuntimeError if they are not at the same place: the next
+        message of one would be taken for another's."""
+        code = zlib.crc32(place.encode())
+        most = torch.tensor([code, -code, -count], device=self.order.device)
+        most = all_reduce(most, self.order, maximum).tolist()
+        if most[0] + most[1] != 0:
+            raise self.error(f"replica {self.order.rank} is at {place}, another replica elsewhere: "
+                             "all run the same layers and steps")
+        return -most[2]
 
     # -- in backward --
 
@@ -230,7 +230,7 @@ class YourModel:
                              "each step")
         for param in [*self.marked]:
             self.look_at_marks(param)
-        self.same_everywhere("the end of a step")
+        self.least_of_all(0, "the end of a step")
         used = torch.tensor([param in self.marked for param in self.params], dtype=torch.long)
         used = all_reduce(used.to(self.order.device), self.order).tolist()
         if not self.every_microbatch:
@@ -262,7 +262,7 @@ class YourModel:
         return square.sqrt()[0]
 
     def publish(self):
-        self.same_everywhere(f"publish(), weights stepped: {self.published != self.versions()}")
+        self.least_of_all(0, f"publish(), weights stepped: {self.published != self.versions()}")
         super().publish()
         if self.sharded:
             for flat in [*self.gathers]:  # on their way
@@ -352,9 +352,20 @@ class ZeRO3(YourModel, zero.ZeRO3):
         self.use(self.running, None)
         super().end_of_backward()
 
+    def expect(self, stage, is_final):
+        """Let no Flat's message start when its gradients are complete on this replica: another may
+        lack one, and wait for this one's part of a gather. start_gather() starts the messages."""
+        super().expect(stage, is_final)
+        for flat in self.queue:
+            flat.missing += 1
+
     def start_gather(self, flat):
         if flat not in self.gathers:
-            self.same_everywhere(f"the weights of {flat.params[0].tag.name}")
+            # How many Flats at the head of the queue have all their gradients here
+            complete = [flat.missing == 1 for flat in self.queue] + [False]
+            place = f"the weights of {flat.params[0].tag.name}"
+            for _ in range(self.least_of_all(complete.index(False), place)):
+                self.start(self.queue.pop(0))
             flat.weights.untyped_storage().resize_(flat.weights.nbytes)
             own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
             all_gather(flat.weights, self.order)
