@@ -519,31 +519,37 @@ def test_a_loop_equals_one_process(loop, stage):
 
 
 def sent_and_held(rank, D):
-    """(elements sent, most Flats that are whole at a time, bytes of weights between steps) of
-    backwards of four layers."""
+    """(elements sent, most Flats with whole weights and with whole gradients at a time, bytes of
+    weights between steps) of backwards of four layers, with a weight around them."""
     def forward(net, p):
-        x = p.x
+        x = p.x * net.around
         for layer in net.layers:
             x = layer(x).tanh()
         return x
 
-    model = Made(forward, layers=nn.ModuleList([linear() for _ in range(4)])).double()
+    def make_whole(flat):
+        your_model.ZeRO3.make_whole(reducer, flat)
+        weights.append(len(reducer.gathers))
+        grads.append(sum(flat.grads is not None for flat in reducer.trained_flats))
+
+    weights, grads = [], []
+    layers = nn.ModuleList([linear() for _ in range(4)])
+    model = Made(forward, layers=layers, around=weight(WIDE)).double()
     mesh = Mesh(dp=D)
     reducer = your_model.ZeRO3(model, mesh)
     groups = mesh.group("shard"), mesh.group("dp")
     before = sum(group.bytes_sent for group in groups)
-    most = []
-    with patch.object(reducer, "make_whole", lambda flat: (
-            your_model.ZeRO3.make_whole(reducer, flat), most.append(len(reducer.gathers)))):
+    with patch.object(reducer, "make_whole", make_whole):
         for k in range(MICROBATCHES):
             loss_of(model, part_of(0, rank, k)).backward()
     sent = (sum(group.bytes_sent for group in groups) - before) // 8
-    return sent, max(most), sum(param.untyped_storage().nbytes() for param in model.parameters())
+    held = sum(param.untyped_storage().nbytes() for param in model.parameters())
+    return sent, max(weights), max(grads), held
 
 
 @pytest.mark.parametrize("D", [RANKS, 3])
-def test_zero3_sends_what_the_formula_says_and_has_one_layer_whole_at_a_time(D):
-    elements = 4 * (WIDE + 1) * WIDE
-    gathers = MICROBATCHES * 2 * 4  # each begins with an all-reduce of three numbers
+def test_zero3_sends_what_the_formula_says_and_holds_two_layers(D):
+    elements = 4 * (WIDE + 1) * WIDE + WIDE
+    gathers = MICROBATCHES * 2 * 5  # each begins with an all-reduce of three numbers
     sent = (3 * MICROBATCHES * elements + 2 * 3 * gathers) * (D - 1) // D
-    assert ranks(D, sent_and_held, D) == [(sent, 1, 0)] * D
+    assert ranks(D, sent_and_held, D) == [(sent, 2, 1, 0)] * D

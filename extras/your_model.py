@@ -65,18 +65,17 @@ LISTS = (ModuleList, ModuleDict)  # which nobody calls
 def layers_of(model):
     """{module: the layer that it is, or is in}. The layers are the elements of each Sequential,
     ModuleList and ModuleDict, but not those inside of such an element. The weights around all of
-    these are one more layer."""
-    layers = {}
+    these are one more layer, the first, because backward completes its gradients last."""
+    around = ParameterList()
+    layers = dict.fromkeys(model.modules(), around)
     for module in model.modules():
-        if type(module) in (Sequential, *LISTS) and module not in layers:
+        if type(module) in (Sequential, *LISTS) and layers[module] is around:
             for child in module.children():
                 if type(child) not in LISTS:
                     layers |= dict.fromkeys(child.modules(), child)
-    around = ParameterList()
-    for module in model.modules():
-        if module not in layers:
+    for module, layer in layers.items():
+        if layer is around:
             around.extend(module.parameters(recurse=False))
-            layers[module] = around
     return layers
 
 
@@ -122,7 +121,7 @@ class YourModel:
             draft.tag = param.tag
             drafts[param] = draft
         lists = {}  # (layer, dtype) -> drafts
-        for layer in self.layers.values():
+        for layer in dict.fromkeys(self.layers.values()):
             for param in layer.parameters():
                 lists.setdefault((layer, param.dtype), ParameterList()).append(drafts[param])
         return [*lists.values()]
