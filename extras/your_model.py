@@ -113,7 +113,8 @@ class YourModel:
 
     def drafts(self):
         """For ddp.py, which makes Flats of them: a list of parameters without memory for each dtype
-        of each layer. pieces_to_step() replaces each by the model's own."""
+        of each layer. pieces_to_step() replaces each by the model's own. (Nobody calls these lists,
+        so the hooks that zero.py registers on them never run.)"""
         drafts = {}  # parameter -> its draft
         for name, param in self.own.items():
             param.tag = Tag(name, param.shape, sum_over=(self.replicas,))
