@@ -517,7 +517,7 @@ def sent_and_held(rank, D):
     def forward(net, p):
         x = p.x * net.around
         for layer in net.layers:
-            x = layer(x).tanh()
+            x = layer(x.tanh())
         return x
 
     def make_whole(flat):

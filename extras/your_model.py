@@ -294,6 +294,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
     def __init__(self, model, mesh):
         super().__init__(model, mesh)
         self.running = ModuleList()  # layers in their forward, the outermost first
+        self.around = self.layers[model]  # the weights around layers
         for flat in self.at.values():
             self.refuse_freed(flat)
         for module in model.modules():
@@ -346,7 +347,10 @@ class ZeRO3(YourModel, zero.ZeRO3):
     def before_backward(self, layer, grad):
         """Called by autograd when it has the gradient of an output of a layer, or of its part."""
         self.watch_backward()
-        self.use(layer, self.running)
+        if layer is not self.around:
+            self.use(layer, self.running)
+        for flat in self.flats_in(layer):  # around layers: the output may be a layer's, too
+            self.make_whole(flat)
 
     def end_of_backward(self):
         self.use(self.running, None)
