@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ddp
 import zero
-from collectives import all_gather, all_reduce, broadcast, own_chunk
+from collectives import all_gather, all_reduce, broadcast, maximum, own_chunk
 from shard import Tag
 
 # ---- tensors that refuse: freed weights, marks in place of gradients, pieces of gradients ----
@@ -63,19 +63,20 @@ LISTS = (ModuleList, ModuleDict)  # which nobody calls
 
 
 def layers_of(model):
-    """{module: the name of the layer that it is, or is in}. The layers are the elements of each
-    Sequential, ModuleList and ModuleDict, but not those inside of such an element."""
-    layers = {}
-    for name, module in model.named_modules():
-        if type(module) in (Sequential, *LISTS) and module not in layers:
-            for key, child in module.named_children():
+    """{module: the layer that it is, or is in}. The layers are the elements of each Sequential,
+    ModuleList and ModuleDict, but not those inside of such an element. The weights around all of
+    these are one more layer, the first, because backward completes its gradients last."""
+    around = ParameterList()
+    layers = dict.fromkeys(model.modules(), around)
+    for module in model.modules():
+        if type(module) in (Sequential, *LISTS) and layers[module] is around:
+            for child in module.children():
                 if type(child) not in LISTS:
-                    layers |= dict.fromkeys(child.modules(), f"{name}.{key}")
+                    layers |= dict.fromkeys(child.modules(), child)
+    for module, layer in layers.items():
+        if layer is around:
+            around.extend(module.parameters(recurse=False))
     return layers
-
-
-def memory_of(flat):
-    return flat.weights.untyped_storage()._cdata
 
 
 class YourModel:
@@ -87,10 +88,11 @@ class YourModel:
         self.replicas = mesh.group("dp")
         self.order = mesh.group("shard")  # the same ranks, for messages of this thread
         self.own = dict(model.named_parameters())  # {name: parameter}
-        self.layers = layers_of(model)  # {module: name of its layer}
+        self.layers = layers_of(model)  # {module: its layer}
+        self.at = {}  # where a Flat's weights are in memory -> the Flat
         self.backward = None  # autograd's number of the last backward
-        super().__init__({0: self.drafts(model)}, lambda tag: torch.empty(tag.shape, device="meta"),
-                         None, "meta", mesh.background)
+        super().__init__({0: self.drafts()}, lambda tag: torch.empty(tag.shape), None, "meta",
+                         mesh.background)
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer.contiguous().clone(), self.replicas))
         self.params = [param for flat in self.trained_flats for param in flat.params]
@@ -109,52 +111,53 @@ class YourModel:
             self.nodes.append(torch.autograd.graph.get_gradient_edge(param).node)
             self.nodes[-1].register_prehook(partial(self.before_grad, param))
 
-    def drafts(self, model):
-        """For ddp.py: a list of parameters without memory for each Flat that is to be made. The
-        parameters of a Flat are in the same layers or, around layers, in the same attribute of the
-        model. pieces_to_step() replaces each by the model's own."""
-        places = {}  # parameter -> names of layers or attributes that have it
-        for name, module in model.named_modules():
-            place = self.layers.get(module, name.partition(".")[0])
-            for param in module.parameters(recurse=False):
-                places.setdefault(param, []).append(place)
-        alike = {}  # (places, dtype) -> drafts
+    def drafts(self):
+        """For ddp.py, which makes Flats of them: a list of parameters without memory for each dtype
+        of each layer. pieces_to_step() replaces each by the model's own. (Nobody calls these lists,
+        so the hooks that zero.py registers on them never run.)"""
+        drafts = {}  # parameter -> its draft
         for name, param in self.own.items():
-            rows = param.shape[0] if param.dim() else 1
-            param.tag = Tag(name, param.shape, 0, ((0, rows),), sum_over=(self.replicas,))
+            param.tag = Tag(name, param.shape, sum_over=(self.replicas,))
             draft = Parameter(torch.empty(param.shape, device="meta"), param.requires_grad)
             draft.tag = param.tag
-            alike.setdefault((*places[param], param.dtype), []).append(draft)
-        return [ParameterList(drafts) for drafts in alike.values()]
+            drafts[param] = draft
+        lists = {}  # (layer, dtype) -> drafts
+        for layer in dict.fromkeys(self.layers.values()):
+            for param in layer.parameters():
+                lists.setdefault((layer, param.dtype), ParameterList()).append(drafts[param])
+        return [*lists.values()]
 
     def pieces_to_step(self, flat):
         flat.params = [self.own[draft.tag.name] for draft in flat.params]
         flat.offsets = dict(zip(flat.params, flat.offsets.values(), strict=True))
         first = flat.params[0]
         flat.weights = torch.zeros(flat.weights.numel(), dtype=first.dtype, device=first.device)
+        self.at[flat.weights.untyped_storage()._cdata] = flat
         for param in flat.params:
-            flat.view(flat.weights, param).copy_(param.detach())
+            view = flat.view(flat.weights, param)
+            view.copy_(param.detach())
+            param.data = view
         broadcast(flat.weights, self.replicas)
-        for param in flat.params:
-            param.data = flat.view(flat.weights, param)
         return super().pieces_to_step(flat)
 
-    def register_hooks(self, layer, previous, following):
-        """Nothing: all weights are whole after publish(), or ZeRO3 watches your modules."""
+    def flat_of(self, x):
+        """The Flat in whose memory a tensor lies, or None."""
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            return self.at.get(x.untyped_storage()._cdata)
 
     def error(self, line):
         return RuntimeError(f"{type(self).__name__}: {line}")
 
-    def same_everywhere(self, place):
-        """RuntimeError if the replica before this one is at another place: its next message would
-        be taken for this replica's."""
-        if self.order.size > 1:
-            mine = torch.tensor([zlib.crc32(place.encode())], device=self.order.device)
-            theirs = torch.empty_like(mine)
-            self.order.exchange(mine, self.order.next, theirs, self.order.prev).wait()
-            if not torch.equal(mine, theirs):
-                raise self.error(f"replica {self.order.rank} is at {place}, replica "
-                                 f"{self.order.prev} elsewhere: all run the same layers and steps")
+    def least_of_all(self, count, place):
+        """The least count of all replicas. RuntimeError if they are not at the same place: the next
+        message of one would be taken for another's."""
+        code = zlib.crc32(place.encode())
+        most = torch.tensor([code, -code, -count], device=self.order.device)
+        most = all_reduce(most, self.order, maximum).tolist()
+        if most[0] + most[1] != 0:
+            raise self.error(f"replica {self.order.rank} is at {place}, another replica elsewhere: "
+                             "all run the same layers and steps")
+        return -most[2]
 
     # -- in backward --
 
@@ -167,40 +170,16 @@ class YourModel:
             self.expect(0, is_final=True)
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
+    def end_of_backward(self):
+        self.start_rest()
+        self.keep_chunk()
+
     def before_grad(self, param, grads):
         """Called by autograd right before it adds a gradient to param.grad."""
         if self.every_microbatch:
             self.watch_backward()
         self.look_at_marks(param)
         param.grad = None
-
-    def grad_added(self, param):
-        flat = self.home[param]
-        if param.untyped_storage()._cdata != memory_of(flat):
-            raise self.error(f"the memory of {param.tag.name} was replaced, as by model.to() or "
-                             "half(): convert weights before wrapping")
-        self.make_room(flat)
-        flat.view(flat.grads, param).add_(param.grad)
-        for holder, mark in self.marks[param].items():
-            holder.grad = mark
-        self.marked.add(param)
-        flat.missing -= 1
-        while self.queue and self.queue[0].missing <= 0:
-            self.start(self.queue.pop(0))
-
-    def start(self, flat):
-        self.make_room(flat)
-        flat.missing = 0  # a gradient that has not come is zeros
-        super().start(flat)
-
-    def make_room(self, flat):
-        """For gradients of a Flat."""
-        if flat.grads is None:
-            flat.grads = torch.zeros_like(flat.weights)
-
-    def end_of_backward(self):
-        self.start_rest()
-        self.keep_chunk()
 
     def look_at_marks(self, param):
         """Drop a gradient if the loop has done so with one of its marks."""
@@ -215,6 +194,23 @@ class YourModel:
             for tag, _, values in pieces:
                 if tag is param.tag:
                     values.zero_()
+
+    def grad_added(self, param):
+        if self.flat_of(param) is not self.home[param]:
+            raise self.error(f"the memory of {param.tag.name} was replaced, as by model.to() or "
+                             "half(): convert weights before wrapping")
+        self.marked.add(param)
+        super().grad_added(param)
+
+    def collect(self, param, flat):
+        """Add a gradient to its Flat, and put the marks in its place."""
+        if flat.grads is None:
+            flat.grads = torch.zeros_like(flat.weights)
+        is_new = param.grad is not None and param.grad is not self.marks[param][param]
+        if is_new and param in self.marked:
+            flat.view(flat.grads, param).add_(param.grad)
+            for holder, mark in self.marks[param].items():
+                holder.grad = mark
 
     # -- at the end of a step --
 
@@ -234,7 +230,7 @@ class YourModel:
                              "each step")
         for param in [*self.marked]:
             self.look_at_marks(param)
-        self.same_everywhere("the end of a step")
+        self.least_of_all(0, "the end of a step")
         used = torch.tensor([param in self.marked for param in self.params], dtype=torch.long)
         used = all_reduce(used.to(self.order.device), self.order).tolist()
         if not self.every_microbatch:
@@ -244,14 +240,12 @@ class YourModel:
             if not used[i]:
                 found[i] = None
             elif self.sharded:
+                param.grad = self.marks[param][param]
                 refuse(found[i], "ZeRO: a replica has pieces of gradients, and the norm is that of "
                        "all: clip by reducer.clip_grad_norm_(max_norm)",
                        refuses=lambda name: "norm" in name)
             else:
                 found[i] = found[i].view(param.shape)
-        if self.sharded:
-            for param in self.marked:
-                param.grad = self.marks[param][param]
         for flat in self.trained_flats:
             flat.grads = None
         self.marked.clear()
@@ -268,7 +262,7 @@ class YourModel:
         return square.sqrt()[0]
 
     def publish(self):
-        self.same_everywhere(f"publish(), weights stepped: {self.published != self.versions()}")
+        self.least_of_all(0, f"publish(), weights stepped: {self.published != self.versions()}")
         super().publish()
         if self.sharded:
             for flat in [*self.gathers]:  # on their way
@@ -294,22 +288,16 @@ class ZeRO2(YourModel, zero.ZeRO2):
 class ZeRO3(YourModel, zero.ZeRO3):
     """Gathers the weights of a layer when the layer or a part of it is called, and frees them after
     its forward. They are gathered again when backward reaches an output of the call, or a node of
-    autograd's graph that has saved a weight. The weights around layers are those of one more layer,
-    which runs while a module around layers does. No layer runs twice."""
+    autograd's graph that has saved a weight. No layer runs twice. (use() of zero.py gathers the
+    weights of a layer, keeps those of a second, and frees all others.)"""
 
     def __init__(self, model, mesh):
         super().__init__(model, mesh)
-        self.running = []  # modules in their forward, the outermost first
-        flats = self.trained_flats + self.frozen_flats
-        self.at = {memory_of(flat): flat for flat in flats}
-        for flat in flats:
+        self.running = ModuleList()  # layers in their forward, the outermost first
+        self.around = self.layers[model]  # the weights around layers
+        for flat in self.at.values():
             self.refuse_freed(flat)
-        flats_of = {}  # layer -> its Flats, as keys of a dict: all replicas need one order
-        self.used_by = {}  # module -> the Flats of the layer that it is, or is in
         for module in model.modules():
-            flats = flats_of.setdefault(self.layers.get(module), {})
-            flats |= dict.fromkeys(map(self.home.get, module.parameters(recurse=False)))
-            self.used_by[module] = flats
             if [*module.parameters()]:
                 # The first and the last hook: yours may read the weights
                 module.register_forward_pre_hook(self.enter, prepend=True)
@@ -320,39 +308,34 @@ class ZeRO3(YourModel, zero.ZeRO3):
 
     @torch.compiler.disable  # else model.compile() would trace messages
     def enter(self, module, args):
-        self.running.append(module)
+        self.running.append(self.layers[module])
+        # (pack, unpack) around these, such as those of torch.utils.checkpoint. A copy, if there are
+        # none: to keep the tensor itself would be a cycle that the gc cannot free
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack = partial(self.pack, outer)
+        pack = partial(self.pack, outer or (torch.detach, torch.detach))
         torch._C._autograd._push_saved_tensors_default_hooks(pack, lambda unpack: unpack())
-        for flat in self.used_by[module]:
+        for flat in self.flats_in(self.layers[module]):
             self.make_whole(flat)
 
     @torch.compiler.disable
     def leave(self, module, args, out):
-        self.running.pop()
+        self.running.pop(-1)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         if any(self.flat_of(x) for x in tree_leaves(out)):  # an output that is a weight
             out = tree_map(lambda x: x.clone() if self.flat_of(x) else x, out)
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.requires_grad:
-                x.register_hook(partial(self.before_backward, module))
+                x.register_hook(partial(self.before_backward, self.layers[module]))
         if torch._C._current_graph_task_id() == -1:  # else backward reads the weights next
-            self.free_all_but(())
+            self.use(self.running, None)
         return out
-
-    def flat_of(self, x):
-        """The Flat in whose memory a tensor lies, or None."""
-        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-            return self.at.get(x.untyped_storage()._cdata)
 
     def pack(self, outer, tensor):
         """What autograd saves in a forward in place of a tensor: a function that returns it. What
-        is no weight goes on to the hooks around these, such as those of torch.utils.checkpoint."""
-        flat = self.flat_of(tensor)
-        if outer and not flat:
-            return partial(outer[1], outer[0](tensor))
-        saved = tensor.detach()
-        return partial(self.again, flat, saved) if flat else lambda: saved
+        is no weight goes on to the hooks around these."""
+        if flat := self.flat_of(tensor):
+            return partial(self.again, flat, tensor.detach())
+        return partial(outer[1], outer[0](tensor))
 
     def again(self, flat, saved):
         """Called by a node of the graph for a weight that was saved."""
@@ -361,24 +344,35 @@ class ZeRO3(YourModel, zero.ZeRO3):
         # With create_graph the node's derivative saves this tensor, and has no hooks
         return saved.clone() if torch.is_grad_enabled() else saved
 
-    def before_backward(self, module, grad):
-        """Called by autograd when it has the gradient of an output of a module."""
+    def before_backward(self, layer, grad):
+        """Called by autograd when it has the gradient of an output of a layer, or of its part."""
         self.watch_backward()
-        self.free_all_but(self.used_by[module])
-        for flat in self.used_by[module]:
+        if layer is not self.around:
+            self.use(layer, self.running)
+        for flat in self.flats_in(layer):  # around layers: the output may be a layer's, too
             self.make_whole(flat)
 
     def end_of_backward(self):
-        self.free_all_but(())
+        self.use(self.running, None)
         super().end_of_backward()
+
+    def expect(self, stage, is_final):
+        """Let no Flat's message start when its gradients are complete on this replica: another may
+        lack one, and wait for this one's part of a gather. start_gather() starts the messages."""
+        super().expect(stage, is_final)
+        for flat in self.queue:
+            flat.missing += 1
 
     def start_gather(self, flat):
         if flat not in self.gathers:
-            with torch.no_grad():
-                self.same_everywhere(f"the weights of {flat.params[0].tag.name}")
-                flat.weights.untyped_storage().resize_(flat.weights.nbytes)
-                own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
-                all_gather(flat.weights, self.order)
+            # How many Flats at the head of the queue have all their gradients here
+            complete = [flat.missing == 1 for flat in self.queue] + [False]
+            place = f"the weights of {flat.params[0].tag.name}"
+            for _ in range(self.least_of_all(complete.index(False), place)):
+                self.start(self.queue.pop(0))
+            flat.weights.untyped_storage().resize_(flat.weights.nbytes)
+            own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
+            all_gather(flat.weights, self.order)
             self.gathers[flat] = lambda: None
             for param in flat.params:
                 param.__class__ = Parameter
@@ -393,8 +387,3 @@ class ZeRO3(YourModel, zero.ZeRO3):
             refuse(param, f"ZeRO3: the weights of {param.tag.name} are freed outside of their "
                           "layer's forward: read them in it. reducer.whole() has all weights, for "
                           "state_dict(), copies, norms; load and convert weights before wrapping")
-
-    def free_all_but(self, flats):
-        """Free all weights but these and those of modules in their forward."""
-        kept = {flat for module in self.running for flat in self.used_by[module]}.union(flats)
-        self.free([flat for flat in self.gathers if flat not in kept])
