@@ -330,7 +330,7 @@ def schedules_command(words):
     for name in chosen:
         if SCHEDULES[name].in_rounds and m % P:
             parser.error(f"{m} microbatches must be a multiple of {P} ranks for {name}")
-        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+        lists, where = schedules.make_lists(name, P, m), schedules.placement(name, P)
         try:
             schedules.validate(lists, where)
             timeline = schedules.simulate(lists, where, args.costs)
