@@ -151,24 +151,24 @@ def demo_sequence_parallel(rank, N):
 
 
 def demo_context_parallel(rank, N):
-    """Which segments of a sequence meet in which hop of ring attention, and how even the work of N
-    ranks is, with zigzag and without; then both forms of attention."""
+    """Which segments of a sequence meet in which round of ring attention, and how even the work of
+    N ranks is, with zigzag and without; then both forms of attention."""
     S = 8 * N
     owner = [*range(N), *reversed(range(N))]  # the rank that owns each segment
-    print(f"{S} tokens in {2 * N} segments; a digit is the hop in which queries (rows) meet keys")
+    print(f"{S} tokens in {2 * N} segments; a digit is the round in which queries (rows) meet keys")
     for query in range(2 * N):
-        hops = [str((owner[query] - owner[key]) % N) if key <= query else "."
-                for key in range(2 * N)]
-        print(f"  segment {query:2d} of rank {owner[query]}   {' '.join(hops)}")
+        rounds = [str((owner[query] - owner[key]) % N) if key <= query else "."
+                  for key in range(2 * N)]
+        print(f"  segment {query:2d} of rank {owner[query]}   {' '.join(rounds)}")
     for name, split in (("zigzag", [zigzag(S, N, r) for r in range(N)]),
                         ("no zigzag, two neighbouring segments for each rank",
                          torch.arange(S).chunk(N))):
         print(f"{name}: pairs of query and key on ranks 0 to {N - 1}")
         # A query attends to the keys whose positions are not after its own
-        work = [[int((split[r].unsqueeze(1) >= split[(r - hop) % N]).sum()) for r in range(N)]
-                for hop in range(N)]
-        for hop, row in enumerate(work):
-            print(f"  hop {hop}  " + "".join(f"{pairs:6d}" for pairs in row))
+        work = [[int((split[r].unsqueeze(1) >= split[(r - i) % N]).sum()) for r in range(N)]
+                for i in range(N)]
+        for i, row in enumerate(work):
+            print(f"  round {i}  " + "".join(f"{pairs:6d}" for pairs in row))
         of_rank = torch.tensor(work).sum(0)
         times = of_rank.max() / of_rank.double().mean()
         print(f"  the busiest rank has {times:.2f} times the mean")
