@@ -219,7 +219,7 @@ def difference(got, want):
 
 
 def differences(rank, cfg, bug=False):
-    """One rank of a layout. Returns (four numbers in a tensor: the largest difference of the losses,
+    """One rank of a layout. Returns (four numbers in a tensor: the largest difference of losses,
     gradients, norms and weights that this rank holds from those of one process; the names of the
     tensors it holds). bug: rank 1 halves its first gradient, after the sum over the ranks."""
     mesh = train.make_mesh(cfg, cfg.device)
