@@ -322,6 +322,8 @@ def schedules_command(words):
     parser.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args(words)
     P, m = args.P, args.m
+    if len(args.costs) != 4:
+        parser.error("--costs takes four numbers: F,I,W,comm, such as 1,1,1,0")
     if not 0 < P <= 500 or not 0 < m <= 20000 / P:
         parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
     chosen = [args.schedule]
