@@ -1,8 +1,8 @@
 """Context parallelism: the tokens of each sequence are split over the ranks of a group.
 
 Split: tokens, and so the activations of all layers. Replicated: weights; their gradients are summed
-over the ranks, like those of data ranks. In a layer only attention lets tokens meet, so only
-attention sends. Elements that each of N ranks sends per block and microbatch:
+over the ranks, like those of data ranks. Only attention and experts' balance loss let tokens meet,
+so only they send. Elements that each of N ranks sends for attention, per block and microbatch:
 
     ring        keys and values go around the ring, 2 (N-1)/N B S C forward; in backward they go
                 around once more, and their gradients (32 bits at least) follow.  arXiv 2310.01889
@@ -12,7 +12,8 @@ attention sends. Elements that each of N ranks sends per block and microbatch:
 Held for backward: 1/N of what one process saves; of attention the ring saves q, k, v, the output,
 and a number per query and head (lse). No rank has a matrix of scores.
 
-    torchrun train.py --cp 2        python -m extras.show context_parallel: on 4 ranks
+    torchrun train.py --cp 2
+    python -m extras.show context_parallel  # on 4 ranks
 """
 
 import math
@@ -42,19 +43,20 @@ def zigzag(S, size, rank):
 # Softmax needs the sum over all keys, but a rank sees S/N keys at a time. Attention over some keys
 # is  out = sum(exp(score) v) / sum(exp(score)),  and its logsumexp is  lse = log(sum(exp(score))).
 # (out, lse) of two sets of keys give (out, lse) of both: the outputs are averaged with weights
-# exp(lse). So a hop needs one call of torch's fused attention, which returns both, and a merge.
+# exp(lse). So the ring takes N rounds, each with one call of torch's fused attention, which returns
+# both, and a merge; in the N-1 hops between them keys and values move on by a rank.
 
-
+# Skip choose_kernel, kernel and kernel_backward: how torch's kernels are called
 CUDNN, FLASH, EFFICIENT = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
                            SDPBackend.EFFICIENT_ATTENTION)
 
 
 def choose_kernel(q, k, v):
-    """The kernel that computes the hops of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). Chosen
-    by half of the tokens, because a hop may have half of the queries or of the keys (visible), and
-    cuDNN takes no length of 1. On a GPU: the kernel that torch's own attention chooses, cuDNN's
-    on Hopper and Blackwell, FlashAttention on other cards since the A100, both in 16 bits; else
-    EFFICIENT. None on a CPU, which has only one kernel."""
+    """The kernel for all rounds of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). On a GPU: the
+    kernel that torch's own attention chooses, cuDNN's on Hopper and Blackwell, FlashAttention on
+    other cards since the A100, both in 16 bits; else EFFICIENT. Torch is asked with half of the
+    tokens, the fewest of a call (visible), because cuDNN takes no length of 1. None on a CPU, which
+    has only one kernel."""
     if not q.is_cuda:
         return None
     q, k, v = (x[:, :, : x.size(2) // 2] for x in (q, k, v))
@@ -96,7 +98,7 @@ def kernel_backward(chosen, grad, q, k, v, out, lse, rest, causal):
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
             *rest)
-    if chosen == EFFICIENT:  # the kernel wants the rows of lse padded to a multiple of 32
+    if chosen == EFFICIENT:  # lse: padded to a multiple of 32; exp(score - inf) = 0 adds nothing
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
         n_kv = k.size(1)
         k, v = (x.repeat_interleave(q.size(1) // n_kv, dim=1) for x in (k, v))
@@ -124,9 +126,9 @@ def visible(rank, key_rank, half):
 
 
 def merge(out, lse, part, part_lse):
-    """Add further keys to out (B, nh, Sq, hs) and lse (B, nh, Sq), in place. The further keys hold
-    exp(part_lse) / (exp(lse) + exp(part_lse)) = sigmoid(part_lse - lse) of the softmax's weight.
-    out and lse have 32 bits at least, because each merge rounds."""
+    """Merge attention over further keys into out (B, nh, Sq, hs) and lse (B, nh, Sq), in place. The
+    further keys have exp(part_lse) / (exp(lse) + exp(part_lse)) = sigmoid(part_lse - lse) of all
+    weights. out and lse have 32 bits at least, because each merge rounds."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
@@ -138,44 +140,40 @@ def start_passing(x, group):
     return received, group.exchange(x, group.next, received, group.prev)
 
 
-def finish_passing(received, work):
-    """Wait for start_passing(); return the previous rank's x."""
-    work.wait()
-    return received
-
-
-def ring_hops(k, v, group):
-    """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields (hop, kv, queries, keys,
-    causal) for each hop. hop: its number; queries, keys, causal: the result of visible(). kv (2, B,
-    n_kv, Sk, hs): the keys and values to compute with, selected by `keys`. Sk is S/N, or S/(2N) for
-    keys of an earlier rank. The next keys and values travel meanwhile."""
+def ring_rounds(k, v, group):
+    """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields (i, kv, queries, keys,
+    causal) for each round i. queries, keys, causal: the result of visible(). kv (2, B, n_kv, Sk,
+    hs): the keys and values to compute with, selected by `keys`. Sk is S/N, or S/(2N) for keys of
+    an earlier rank. Meanwhile the next ones travel (in shared memory: the first 4 MiB)."""
     kv = torch.stack([k, v])
-    for hop in range(group.size):
-        if hop < group.size - 1:
-            passing = start_passing(kv, group)
-        # N = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
-        key_rank = (group.rank - hop) % group.size
+    for i in range(group.size):
+        if i < group.size - 1:
+            next_kv, work = start_passing(kv, group)
+        # N = 4, rank 1: in rounds 0 1 2 3, kv belongs to ranks 1 0 3 2
+        key_rank = (group.rank - i) % group.size
         queries, keys, causal = visible(group.rank, key_rank, half=kv.size(-2) // 2)
-        yield hop, kv[..., keys, :], queries, keys, causal
-        if hop < group.size - 1:
-            kv = finish_passing(*passing)
+        yield i, kv[..., keys, :], queries, keys, causal
+        if i < group.size - 1:
+            work.wait()
+            kv = next_kv
 
 
 class RingAttentionFunction(torch.autograd.Function):
     """In: q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs) of this rank's tokens, split by zigzag
-    over N ranks. Out: (B, nh, S/N, hs), attention over all S tokens for this rank's queries. Sends
-    N-1 messages, each with keys and values."""
+    over N ranks. Out: (B, nh, S/N, hs), attention over all S tokens for this rank's queries.
+    Forward sends N-1 messages, each with keys and values; backward these again, and N-1 with sums
+    of their gradients."""
 
     @staticmethod
     def forward(ctx, q, k, v, group):
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
         ctx.chosen = choose_kernel(q, k, v)
-        for hop, kv, queries, _, causal in ring_hops(k, v, group):
+        for i, kv, queries, _, causal in ring_rounds(k, v, group):
             part, part_lse, rest = kernel(ctx.chosen, q[:, :, queries], *kv, causal)
-            if hop == 0:
+            if i == 0:
                 out = part.to(wide)
                 lse = part_lse
-                ctx.rest = rest  # the same in all hops
+                ctx.rest = rest  # the same in all rounds
             else:
                 merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
         out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
@@ -185,44 +183,47 @@ class RingAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Keys and values go around once more. In each hop this rank computes one term of their
+        """Keys and values go around once more. In each round this rank computes one term of their
         gradient, from its own queries. The sum of the terms follows its keys around the ring, one
         hop behind. Three ranks, as rank 0 sees them:
 
-            hop   has the keys of   receives the sum so far   adds    sends the sum
+            round has the keys of   receives the sum so far   adds    sends the sum
             0     rank 0            -                         -       -  (keeps its own term)
             1     rank 2            - (starts one)            a term  to rank 1
             2     rank 1            from rank 2               a term  to rank 1
-            end   -                 from rank 2, for rank 0's own keys: adds the term of hop 0
+            end   -                 from rank 2, for rank 0's own keys: adds the term of round 0
         """
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
         wide = torch.promote_types(q.dtype, torch.float)
-        # The sum that this rank starts in hop 1, (2, B, n_kv, S/N, hs)
+        # The sum that this rank starts in round 1, (2, B, n_kv, S/N, hs)
         grad_kv = k.new_zeros((2, *k.shape), dtype=wide)
-        passing = None  # the sum from the previous rank, on its way
-        for hop, kv, queries, keys, causal in ring_hops(k, v, group):
+        next_grad_kv, work = None, None  # the sum from the previous rank, on its way
+        for i, kv, queries, keys, causal in ring_rounds(k, v, group):
             dq, dk, dv = kernel_backward(
                 ctx.chosen, grad[:, :, queries], q[:, :, queries], *kv, out[:, :, queries],
                 lse[:, :, queries], ctx.rest, causal)
-            if hop == 0:
+            if i == 0:
                 grad_q, own_dk, own_dv = dq.to(wide), dk, dv
             else:
-                if passing:
-                    grad_kv = finish_passing(*passing)
+                if work:
+                    work.wait()
+                    grad_kv = next_grad_kv
                 grad_q[:, :, queries] += dq
                 grad_kv[0][:, :, keys] += dk
                 grad_kv[1][:, :, keys] += dv
-                passing = start_passing(grad_kv, group)
-        grad_kv = finish_passing(*passing)
+                next_grad_kv, work = start_passing(grad_kv, group)
+        work.wait()
+        grad_kv = next_grad_kv
         grad_k, grad_v = grad_kv[0] + own_dk, grad_kv[1] + own_dv
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
 
 
 def ring_attention(q, k, v, group):
     """causal_attention over tokens split by zigzag: a rank starts with its own keys, and after N-1
-    hops, one message each, every query has met all keys. q, k, v, result: (B, nh, S/N, hs)."""
-    # The kernels read the last dim with stride 1, and give wrong numbers for others
+    hops every query has met all keys. q, result (B, nh, S/N, hs); k, v (B, n_kv, S/N, hs)."""
+    # The kernels read the last dim with stride 1, and give wrong numbers for others. (The gradient
+    # of the result has stride 1: it is a view of that of c_proj's input)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return RingAttentionFunction.apply(q, k, v, group)
 
@@ -257,7 +258,9 @@ def to_own_tokens(x, group):
 
 
 def all_to_all_attention(q, k, v, group):
-    """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
+    """causal_attention over tokens split by zigzag. q, result (B, nh, S/N, hs); k, v (B, n_kv, S/N,
+    hs)."""
+    # Both permute elements, so each is the other's backward
     there = partial(to_whole_sequences, group=group)
     back = partial(to_own_tokens, group=group)
     # q, k and v travel in one message, heads in the order of the ranks that get them. For two ranks
@@ -267,8 +270,9 @@ def all_to_all_attention(q, k, v, group):
     to_send = []
     for rank in range(N):
         to_send += [q_parts[rank], k_parts[rank], v_parts[rank]]
-    qkv = WithBackward.apply(torch.cat(to_send, dim=1), there, back)  # (B, 3 nh/N, S, hs)
-    q, k, v = qkv.split([x.size(1) // N for x in (q, k, v)], dim=1)  # (B, nh/N, S, hs) each
+    qkv = WithBackward.apply(torch.cat(to_send, dim=1), there, back)
+    # From (B, (nh + 2 n_kv)/N, S, hs): q (B, nh/N, S, hs), k and v (B, n_kv/N, S, hs)
+    q, k, v = qkv.split([x.size(1) // N for x in (q, k, v)], dim=1)
     y = causal_attention(q, k, v)
     return WithBackward.apply(y, back, there)
 
@@ -284,8 +288,8 @@ def split_sequences(model, group, attention="ring"):
     After: its attention is over the tokens of all ranks, and it knows this rank's positions, which
     are returned: feed the model ids[:, positions].
 
-    Like data ranks, the ranks see different tokens, so they belong to the ZeRO group:
-    tag_whole(model, mesh.group("shard", "ep", "cp")) has their gradients summed."""
+    Like data ranks, the ranks see different tokens, so tag_whole was given a group with cp in it
+    (train.py), and gradients are summed over it."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     for module in model.positioned():
         module.positions = positions

@@ -1,20 +1,22 @@
 """Mixture of experts: a GPT whose blocks have a router and experts instead of an MLP. And expert
-parallelism, the last third of this file: E data-parallel ranks each have some of the experts.
+parallelism, the last third of this file: ranks of a group each have some of the experts.
 
 The router scores all experts for each token; the token runs through the k with the highest scores,
 and their outputs are summed, weighted by k gates (the softmax of those scores). An expert is 1/k as
-wide as the MLP, so a layer has n_experts / k times the MLP's parameters at the MLP's FLOPs.
+wide as the MLP, so a block has n_experts / k times the MLP's parameters at the MLP's FLOPs.
 Dropless: an expert runs all tokens that choose it. Shazeer et al., arXiv 1701.06538; Switch
 Transformer, arXiv 2101.03961.
 
-Expert parallelism, GShard, arXiv 2006.16668. Split: rank e of E has n = n_experts / E experts, from
-expert e n on; their gradients are summed over the D/E ranks with the same experts. (With --sp, E is
-the number of ranks along ep and tp together.) Replicated: the router. Dispatch: an all-to-all sends
-each token to the ranks of its experts. Combine: another one brings the outputs back. Sent per rank,
-layer and microbatch if all experts get equally many tokens: k B S C (E-1)/E elements for k experts
-per token, as many back, and in backward the same two again.
+Expert parallelism, GShard, arXiv 2006.16668. Split: the E ranks along the axis ep have 1/E of the
+experts each; with --sp the E T ranks along ep and tp 1/(E T). An expert's gradients are summed over
+the ranks that have it. Replicated: the router. Dispatch: an all-to-all sends each token to the
+ranks of its experts. Combine: another one brings the outputs back. Sent per rank, block and
+microbatch if all experts get equally many tokens: k B S C (E-1)/E elements for k experts per token,
+as many back, and in backward the same two again (with --sp, E T for E, and S/T for S). With --cp or
+--sp, an all-reduce of B n_experts counts for the balance loss, too.
 
-    torchrun train.py --experts 8 --ep 4        python -m extras.show expert_parallel: on 4 ranks
+    torchrun train.py --experts 8 --ep 4
+    python -m extras.show expert_parallel  # on 4 ranks
 """
 
 from dataclasses import replace
@@ -29,7 +31,7 @@ from model import GPT
 from shard import take_slice
 from sizes import LlamaConfig
 
-BALANCE = 0.01  # weight of the load-balance loss
+BALANCE = 0.01  # weight of the balance loss
 
 
 class StackedLinear(nn.Module):
@@ -47,27 +49,26 @@ class StackedLinear(nn.Module):
         return zip(weights, biases, strict=True)
 
 
-def gelu(x):
-    return F.gelu(x, approximate="tanh")
-
-
 class Experts(nn.Module):
-    """n_experts MLPs, each 1/k as wide as the MLP of a GPT without experts."""
+    """n_experts MLPs like the one of a GPT or Llama without experts, each 1/k as wide."""
 
     def __init__(self, config):
         super().__init__()
         n, C = config.n_experts, config.n_embd
-        hidden = 4 * C // config.top_k
-        self.activation = gelu
-        self.c_fc = StackedLinear(n, C, hidden)
-        self.c_proj = StackedLinear(n, hidden, C)
+        self.is_llama = isinstance(config, LlamaConfig)  # SwiGLU, and no biases
+        hidden = (config.n_hidden if self.is_llama else 4 * C) // config.top_k
+        self.c_fc = StackedLinear(n, C, 2 * hidden if self.is_llama else hidden, not self.is_llama)
+        self.c_proj = StackedLinear(n, hidden, C, not self.is_llama)
+
+    def activation(self, x):
+        return swiglu(x) if self.is_llama else F.gelu(x, approximate="tanh")
 
     def forward(self, inputs):
         """Run expert i on the tokens inputs[i] (n_i, C). Returns a list of outputs, (n_i, C) each.
 
         The experts run one after the other: on a CPU, padding all inputs to one size and batching
-        them takes longer (docs/measured.md). An expert without tokens (n_i = 0) runs too, so that
-        backward reaches a rank's experts even if none of them has a token."""
+        them takes longer (docs/measured.md). An expert without tokens (n_i = 0) runs too: so
+        backward sends this rank's all-to-alls, for which other ranks wait."""
         outputs = []
         for x, (W1, b1), (W2, b2) in zip(inputs, self.c_fc.each(), self.c_proj.each(), strict=True):
             hidden = self.activation(F.linear(x, W1, b1))  # (n_i, hidden)
@@ -75,20 +76,9 @@ class Experts(nn.Module):
         return outputs
 
 
-class LlamaExperts(Experts):
-    """n_experts MLPs like a Llama's: SwiGLU, no biases."""
-
-    def __init__(self, config):
-        nn.Module.__init__(self)
-        n, C = config.n_experts, config.n_embd
-        hidden = config.n_hidden // config.top_k
-        self.activation = swiglu
-        self.c_fc = StackedLinear(n, C, 2 * hidden, bias=False)
-        self.c_proj = StackedLinear(n, hidden, C, bias=False)
-
-
 class Router(nn.Linear):
-    """The experts' scores for each token, in fp32 or fp64: rounded scores choose other experts."""
+    """The experts' scores for each token, in 32 bits at least: rounded scores choose other experts.
+    """
 
     def forward(self, x):  # (B, S, C) -> (B, S, n_experts)
         wide = torch.promote_types(x.dtype, torch.float)
@@ -103,27 +93,26 @@ class MixtureOfExperts(nn.Module):
         self.n_experts = config.n_experts
         self.top_k = config.top_k
         self.router = Router(config.n_embd, config.n_experts, bias=False)
-        self.experts = (LlamaExperts if isinstance(config, LlamaConfig) else Experts)(config)
-        # Load-balance term of the last forward, the sum over its tokens: each adds 1 if all experts
-        # get equally many tokens, more if few get most of them (DeepSeek-V3, arXiv 2412.19437)
+        self.experts = Experts(config)
+        # The balance loss of the last forward (DeepSeek-V3, arXiv 2412.19437), a sum over tokens:
+        # 1 each if all experts get equally many tokens, more if the likely ones get most of them
         self.balance = None
 
     def run_experts(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
         Dispatch: each expert gets the tokens that chose it. Combine: the outputs of a token's k
         experts are added up, each times its gate. Returns (B, S, C)."""
-        tokens = x.flatten(0, 1)  # (B * S, C)
-        k = self.top_k
+        flat_x = x.flatten(0, 1)  # (B * S, C)
         # A row is a token and one of its k experts: row a, before it is sorted, is of token a // k.
         # Sorted by expert: chosen [[0, 2], [2, 1]] gives the order 0 3 1 2, so the tokens 0 1 0 1
-        chosen = chosen.flatten()  # (B * S * k,)
-        order = chosen.argsort(stable=True)
-        token = order // k  # the token of each row
+        row_to_expert = chosen.flatten()  # (B * S * k,)
+        order = row_to_expert.argsort(stable=True)
+        row_to_token = order // self.top_k  # of the sorted rows
         counts = torch.zeros(self.n_experts, dtype=torch.long, device=x.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # rows for each expert
-        outputs = self.run_rows(tokens[token], counts)  # (B * S * k, C)
-        y = torch.zeros_like(tokens)
-        y.index_add_(0, token, gates.flatten()[order].unsqueeze(1) * outputs)
+        counts.scatter_add_(0, row_to_expert, torch.ones_like(row_to_expert))  # rows per expert
+        outputs = self.run_rows(flat_x[row_to_token], counts)  # (B * S * k, C)
+        y = torch.zeros_like(flat_x)
+        y.index_add_(0, row_to_token, gates.flatten()[order].unsqueeze(1) * outputs)
         return y.view_as(x)
 
     # Replaced in replace_methods (below), where experts are on several ranks
@@ -144,16 +133,17 @@ class MixtureOfExperts(nn.Module):
         # choices (B, n_experts): how many tokens of each sequence chose each expert
         ones = torch.ones_like(scores).flatten(1)
         choices = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
-        # The balance loss multiplies each expert's share of the choices by its router probability.
-        # Per sequence: a product of means over the batch would depend on how the batch is cut
+        # The balance loss of a token: the sum over experts of choices / even number of choices,
+        # times the router's probability. Per sequence: counts of a batch would depend on how the
+        # batch is cut
         total = self.sum_choices(choices)
-        share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
-        self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
+        ratio = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
+        self.balance = (ratio.unsqueeze(1) * logits.softmax(-1)).sum()
         return self.run_experts(x, scores.softmax(-1).to(x.dtype), chosen)  # (B, S, C)
 
 
 def balance_loss(layers):
-    """The load-balance loss of these layers' experts in the last forward, summed over tokens; None
+    """The balance loss of these layers' experts in the last forward, summed over tokens; None
     if no layer has experts."""
     terms = [module.balance for layer in layers for module in layer.modules()
              if isinstance(module, MixtureOfExperts)]
@@ -162,7 +152,7 @@ def balance_loss(layers):
 
 class MixtureGPT(GPT):
     """A GPT with experts in each block. Given targets, forward returns the summed loss with the
-    load-balance loss in it."""
+    balance loss in it."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -207,9 +197,9 @@ def send_rows(x, sent, received, group):
     """Send rows of x (rows, C): the first sent[0] rows to rank 0, the next sent[1] to rank 1, ...
     Returns (sum(received), C): received[0] rows from rank 0, then received[1] from rank 1, ...
     Backward: the gradients of the rows are sent back, so the two lists change places."""
-    def move(x, out, into):  # out[j] rows go to rank j, into[j] rows come from rank j
-        rows = x.new_empty((sum(into), x.size(1)))
-        all_to_all(rows.split(into), x.contiguous().split(out), group)
+    def move(x, sent, received):
+        rows = x.new_empty((sum(received), x.size(1)))
+        all_to_all(rows.split(received), x.contiguous().split(sent), group)
         return rows
 
     return WithBackward.apply(x, lambda x: move(x, sent, received),
@@ -217,29 +207,29 @@ def send_rows(x, sent, received, group):
 
 
 def run_by_expert(experts, rows, counts):
-    """Run rows that came from E ranks on this rank's n experts. counts (E, n), on the CPU: how many
-    rows came from each rank for each expert. The rows are sorted by rank, then by expert. Returns
-    the outputs, in the order of the rows."""
-    E, n = counts.shape
-    # E = 2, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
-    expert = torch.arange(n).repeat(E).repeat_interleave(counts.flatten())
-    order = expert.argsort(stable=True)  # 0 2 3 1: sorted by expert, then by rank
+    """Run rows from all ranks of a group on this rank's n experts. counts (group.size, n), on the
+    CPU: how many rows came from each rank for each expert. The rows are sorted by rank, then by
+    expert. Returns the outputs, in the order of the rows."""
+    num_ranks, n = counts.shape
+    # 2 ranks, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
+    row_to_expert = torch.arange(n).repeat(num_ranks).repeat_interleave(counts.flatten())
+    order = row_to_expert.argsort(stable=True)  # 0 2 3 1: sorted by expert, then by rank
     order = order.to(rows.device, non_blocking=True)
     outputs = torch.cat(experts(rows[order].split(counts.sum(0).tolist())))
     return outputs[order.argsort()]  # back to the order of the rows
 
 
 def run_on_ranks(rows, counts, experts, group):
-    """MixtureOfExperts.run_rows where each of the group's E ranks has n experts: rank 0 the first
+    """MixtureOfExperts.run_rows where each rank of the group has n experts: rank 0 the first
     n, rank 1 the next n. experts: this rank's. rows (B * S * k, C), sorted by expert and so by
-    rank; counts (E * n,). Returns the outputs, in the order of the rows."""
-    counts = counts.view(group.size, -1)  # (E, n)
+    rank; counts (group.size * n,). Returns the outputs, in the order of the rows."""
+    counts = counts.view(group.size, -1)  # (group.size, n)
     incoming = torch.empty_like(counts)
     all_to_all(list(incoming), list(counts), group)
-    # (E, n) each. to_send[r, i]: how many rows go to expert i of rank r; to_run[r, i]: how many
-    # rows come from rank r for expert i of this rank
+    # (group.size, n) each. to_send[r, i]: how many rows go to expert i of rank r; to_run[r, i]: how
+    # many rows come from rank r for expert i of this rank
     both = torch.stack([counts, incoming])
-    to_send, to_run = torch.tensor(group.read(both))  # the layer's one wait for the device
+    to_send, to_run = torch.tensor(group.read(both))  # the block's one wait for the device
     sent = to_send.sum(1).tolist()
     received = to_run.sum(1).tolist()
     rows = send_rows(rows, sent, received, group)
@@ -260,11 +250,11 @@ def replace_methods(mixture, group, sequence_groups):
 
     if group.size > 1:
         mixture.run_rows = run_rows
-    mixture.sum_choices = sum_choices
+    mixture.sum_choices = sum_choices  # a group of one sends nothing
 
 
 def spread_experts(model, mesh, sp=False):
-    """Divide a block's experts among the ranks of the axis ep and, under sp, where tensor ranks
+    """Divide each block's experts among the ranks of the axis ep and, under sp, where tensor ranks
     have different tokens, of the axis tp as well.
 
     In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by split_matrices, which
@@ -272,8 +262,8 @@ def spread_experts(model, mesh, sp=False):
     After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
     to be summed over the ranks that hold the same experts.
 
-    Without sp each of T tensor ranks has all tokens, and all experts of its place on the axis ep: T
-    ranks repeat the same work.
+    Without sp the T tensor ranks with the same place on the axis ep hold the same tokens and the
+    same experts, and repeat the same work.
 
     An expert's tag         without sp                      with sp
         sum_over            shard x cp, then rep            shard x cp, then rep
@@ -288,7 +278,7 @@ def spread_experts(model, mesh, sp=False):
         own = (group.rank * n, (group.rank + 1) * n)
         for stack in (mixture.experts.c_fc, mixture.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                _, *sums = full.tag.sum_over
+                _, *sums = full.tag.sum_over  # instead of the first, the ZeRO group: same_experts
                 shared_by = full.tag.shared_by
                 if sp:
                     sums = [ranks for ranks in sums if ranks is not tp]

@@ -10,12 +10,13 @@
 
 Qwen2 has biases in c_attn. Qwen3 has an RMSNorm of each head's query and key, and heads whose width
 is a size of its own (in a Llama it is C / nh).
+
 Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` says which matrices
 lie in one tensor (q, k, v; gate, up), so a technique that splits a GPT splits a Llama, unchanged. A
 technique that splits tokens sets LlamaAttention.positions (in GPT-2 it is Embedding.positions).
-Letters in shapes are model.py's; n_kv heads of keys and values. Touvron et al., arXiv 2302.13971,
-2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245; Qwen3
-2505.09388.
+Letters in shapes: those of model.py, and n_kv, the heads of keys and values. Touvron et al., arXiv
+2302.13971, 2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245;
+Qwen3 2505.09388.
 
     python train.py --arch llama --n-kv-head 2
 """
@@ -70,11 +71,11 @@ def stretch(frequency, scaling):
 
 
 def cos_and_sin(angles, dtype):
-    """For rotate(), from angles (S, hs/2): cosines, and sines whose first half is negative,
+    """For rotate(), from angles (S, hs/2): cosines, and sines whose first half is negated,
     (S, 1, hs) each."""
-    cos, sin = angles.cos(), angles.sin()
-    both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return (each.to(dtype).unsqueeze(1) for each in both)
+    cos = torch.cat([angles.cos(), angles.cos()], dim=-1)
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
 
 def rotate(x, cos, sin):
@@ -108,7 +109,7 @@ class LlamaAttention(Attention):
         n_kv = heads.size(2) // (self.queries_per_key + 2)
         q, k, v = heads.split((self.queries_per_key * n_kv, n_kv, n_kv), dim=2)
         # v is a view, which would keep all of qkv in memory until backward; q and k are new tensors
-        # (in Qwen3 their norms keep qkv all the same)
+        # (in Qwen3 qkv is kept anyway, by their norms)
         cos, sin = cos_and_sin(angles, x.dtype)
         q, k, v = rotate(self.ln_q(q), cos, sin), rotate(self.ln_k(k), cos, sin), v.contiguous()
         y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)

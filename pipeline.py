@@ -11,7 +11,8 @@ The price is the bubble: while the pipeline fills and drains, ranks idle, (P-1)/
 for P ranks and m microbatches. This file runs the lists of schedules.py: GPipe, arXiv 1811.06965;
 1F1B, PipeDream 1806.03377; interleaved, 2104.04473; zero bubble, 2401.10241.
 
-    torchrun train.py --pp 2        python -m extras.show pipeline: on 4 ranks
+    torchrun train.py --pp 2
+    python -m extras.show pipeline  # on 4 ranks
 """
 
 from collections import deque
@@ -20,20 +21,20 @@ import torch
 
 from collectives import wait_all
 from experts import balance_loss
-from schedules import SHIFT, make_schedule, message_of, placement
+from schedules import SHIFT, make_lists, message_name, placement
 
 
-def order_of_messages(lists, where, rank):
-    """{other rank: the tensors that it sends to this rank, in the order in which it sends them}. A
-    tensor is named (what, stage that needs it, microbatch), such as ("gradient", 0, 3)."""
+def names_of_messages(lists, where, rank):
+    """{other rank: the names of the messages that it sends to this rank, in the order in which it
+    sends them}. A name is (what, stage that needs it, microbatch), such as ("gradient", 0, 3)."""
     found = {other: [] for other in range(len(lists))}
     for other, actions in enumerate(lists):
         for action in actions:
-            message = message_of(action, where)
-            if message:
-                _, stage, _ = message
+            name = message_name(action, where)
+            if name:
+                _, stage, _ = name
                 if where[stage] == rank:
-                    found[other].append(message)
+                    found[other].append(name)
     return found
 
 
@@ -42,12 +43,12 @@ class Pipeline:
 
     group: the ranks of the pipeline. From cfg: the schedule, the number of microbatches, and the
     tokens of a whole batch (of all replicas), by which the loss is divided. shape, dtype: those of
-    an activation, (B, S, C). deferred: the list to which a backward that is cut in two appends its
-    deferred products (tensor_parallel.DeferredProduct). scale: the factor of the loss, a tensor
-    (optimizer.LossScale).
+    an activation, (B, S, C). deferred: the list to which a backward that is cut in two, I and W,
+    appends its deferred products (tensor_parallel.DeferredProduct); None: backwards are whole.
+    scale: the factor of the loss, a tensor (optimizer.LossScale).
 
-    Zero bubble cuts B into I and W: I computes the gradient of the stage's input now, because the
-    rank before waits for it; W computes the gradients of its matrices later."""
+    No deadlock: a rank waits for its sends after its last action, and for a message when its next
+    action needs the message."""
 
     def __init__(self, stages, group, cfg, shape, dtype, deferred, scale):
         self.stages = stages
@@ -55,56 +56,55 @@ class Pipeline:
         self.shape, self.dtype = shape, dtype
         self.deferred = deferred
         self.scale = scale
-        self.tokens = cfg.batch_size * cfg.block_size
+        self.num_tokens = cfg.batch_size * cfg.block_size
         self.where = placement(cfg.schedule, group.size)  # the rank of each stage
-        self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches)
+        self.lists = make_lists(cfg.schedule, group.size, cfg.microbatches)
         # In a validation only the forwards run
         self.forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
         # {stage: the action that completes its gradients, the last B or W of the step}
         self.final_action = {a.stage: a for a in self.lists[group.rank] if a.kind in ("B", "W")}
         # What the other ranks send to this one, in training and in a validation
-        self.all_messages = order_of_messages(self.lists, self.where, group.rank)
-        self.forward_messages = order_of_messages(self.forwards, self.where, group.rank)
-        self.incoming = {}  # other rank -> what it has yet to send in this step
-        # (what, stage, microbatch) -> a tensor that has come and is not needed yet
-        self.arrived = {}
+        self.all_names = names_of_messages(self.lists, self.where, group.rank)
+        self.forward_names = names_of_messages(self.forwards, self.where, group.rank)
+        self.incoming = {}  # other rank -> names of the messages still to be received, in order
+        self.arrived = {}  # name -> a tensor that was received and is not needed yet
         self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
         self.weight_work = {}  # (stage, microbatch) -> deferred products, from I to W
-        self.sends = []  # Works
+        self.sends = []  # Works of the step's sends
 
     def run(self, microbatches, reducer=None):
         """Forward and backward of all microbatches of a step; without a reducer forward only.
 
-        In: [(ids, targets)], the microbatches of this replica, the same on all ranks of the
+        In: [(ids, targets)], this rank's tokens of the microbatches, the same on all ranks of the
         group; the reducer of this rank's gradients (ddp.py).
         Out: the reducer can give the gradients. Returns this rank's part of the loss per token,
         without the balance loss, 0 without the last stage: a float64 tensor.
         """
         if reducer:
-            lists, messages = self.lists, self.all_messages
+            lists, names_from = self.lists, self.all_names
         else:
-            lists, messages = self.forwards, self.forward_messages
-        self.incoming = {other: deque(names) for other, names in messages.items()}
+            lists, names_from = self.forwards, self.forward_names
+        self.incoming = {other: deque(names) for other, names in names_from.items()}
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
         for action in lists[self.group.rank]:
             kind, stage, k = action
-            is_final = action == self.final_action[stage]
             if kind == "F":
                 with torch.set_grad_enabled(reducer is not None):
                     loss += self.forward(stage, k, *microbatches[k])
             elif kind == "B" and self.deferred is None:
-                reducer.expect(stage, is_final)
+                reducer.expect(stage, is_final=action == self.final_action[stage])
                 self.backward(stage, k)
-            else:  # a schedule that splits backwards: I, W or, in a fork, a whole B
+            else:  # a schedule that splits backwards, some (of a fork's) or all: B, I or W
                 if kind in ("I", "B"):
                     self.backward(stage, k)
                     self.weight_work[stage, k] = [*self.deferred]
                     self.deferred.clear()
                 if kind in ("W", "B"):
                     self.add_weight_gradients(stage, k)
-                    reducer.complete(stage, is_final)
-        # gloo completes a send only when its receive is posted: if each rank waited for each send
-        # at once, two ranks that send to each other would wait forever
+                    reducer.complete(stage, is_final=action == self.final_action[stage])
+        # A send may be complete only when its receive is posted (gloo, NCCL; shared memory does not
+        # wait). If each rank waited for each send at once, two ranks that send to each other would
+        # wait forever
         wait_all(self.sends)
         self.sends.clear()
         return loss
@@ -121,36 +121,35 @@ class Pipeline:
             y = layer(y)
         has_head = stage == len(self.where) - 1
         if has_head:  # the model's last layer, which returns the loss
-            y = last_layer(y, targets) / self.tokens
+            result = last_layer(y, targets) / self.num_tokens
         else:
-            y = last_layer(y).contiguous()
-        outputs = [y]
+            result = last_layer(y).contiguous()  # messages take contiguous tensors
+        outputs = [result]
         balance = balance_loss(self.stages[stage])  # the balance loss of this stage's experts
         if balance is not None:
-            outputs.append(balance / self.tokens)
+            outputs.append(balance / self.num_tokens)
         if torch.is_grad_enabled():
             self.in_flight[stage, k] = x, outputs
         if has_head:
-            return y.detach()
-        self.pass_on("activation", stage, k, y.detach())
+            return result.detach()
+        self.pass_on("activation", stage, k, result.detach())
         return 0.0
 
     def backward(self, stage, k):
         """B, or I. In an I, DeferredProduct appends to self.deferred."""
         x, outputs = self.in_flight.pop((stage, k))
-        # The gradient of a loss is 1, for which autograd takes None. (Given a tensor, as on the
-        # other stages, autograd imports a part of the compiler: half a second, and 25 MB)
-        grads = [None] * len(outputs)
+        grads = [None] * len(outputs)  # None: 1, the gradient of a loss
         if stage < len(self.where) - 1:
             grads[0] = self.take("gradient", stage, k)  # (B, S, C)
-        roots = []  # (output, its gradient)
+        roots, grads_of_roots = [], []
         for y, grad in zip(outputs, grads, strict=True):
             if y.requires_grad:  # not, if a fork has frozen all weights before it
-                roots.append((y * self.scale if grad is None else y, grad))
+                roots.append(y * self.scale if grad is None else y)
+                grads_of_roots.append(grad)
         if roots:
-            torch.autograd.backward(*zip(*roots, strict=True))
+            torch.autograd.backward(roots, grads_of_roots)
         if stage > 0:
-            self.pass_on("gradient", stage, k, x.grad)
+            self.pass_on("gradient", stage, k, x.grad)  # contiguous, like x
 
     @torch.no_grad()
     def add_weight_gradients(self, stage, k):
@@ -168,8 +167,9 @@ class Pipeline:
             self.sends.append(self.group.send(tensor, self.where[to]))
 
     def take(self, what, stage, k):
-        """Return the tensor that `stage` needs for microbatch k. A message carries no name: those
-        of a rank come in the order of its actions, and a tensor that is not needed yet is kept."""
+        """Return the tensor that `stage` needs for microbatch k. Messages do not carry their names:
+        a rank's messages come in the order of its actions, so this rank knows the name of each. A
+        tensor that is not needed yet is kept."""
         source = self.where[stage - SHIFT[what]]
         while (what, stage, k) not in self.arrived:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
@@ -180,8 +180,8 @@ class Pipeline:
 
 def tie_ends(all_layers, group):
     """Tag the tied embedding, which the first and the last stage both hold: its gradient is the sum
-    of two terms, the embedding's on the first stage and the head's on the last. all_layers: those
-    of the whole model, before they are cut into stages. group: the ranks of those two stages
+    of two terms, the embedding's on the first stage and the head's on the last. all_layers: the
+    layers of the whole model, before they are cut into stages. group: the ranks of those two stages
     (Mesh.ends); any other rank is alone in its group, and has nothing to tag."""
     weight = all_layers[0].wte.weight
     is_tied = weight is all_layers[-1].lm_head.weight

@@ -11,11 +11,12 @@ gradients of its weights.
     zb-h1        (P-1) / (3m+P-1)    P                 arXiv 2401.10241
     * a microbatch in one of the rank's v stages counts 1/v
 
-Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that the slowest rank is
-idle, between its first action and its last. In flight: microbatches whose forward is done and whose
-backward is not, on the rank with the most of them, which holds their activations.
+Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that a rank is idle
+between its first action and its last, on the rank for which that time is longest. In flight:
+microbatches whose forward is done and whose backward is not, on the rank with the most of them,
+which holds their activations.
 
-make_schedule lists each rank's Actions, which pipeline.py runs.
+make_lists lists each rank's Actions, which pipeline.py runs.
 
     python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8
 """
@@ -25,8 +26,9 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P, m, v and the rank. It returns the rank's list of entries. If a rank
-# has one stage, an entry is a kind:
+# A schedule's order is a function of P, m, v and the rank. It returns the rank's list of entries,
+# of which make_lists makes the Actions that pipeline.py runs. If a rank has one stage, an entry is
+# a kind:
 #     "F"   forward
 #     "B"   backward
 #     "I"   half a backward: the gradient of the stage's input. The previous stage waits for it
@@ -35,9 +37,9 @@ from typing import NamedTuple
 #           those of experts and of small weights come with I)
 # If a rank has several stages, an entry is a pair: ("F", 0) is a forward of the rank's first
 # stage, ("F", 1) of its second. A stage takes its microbatches in their order, forward and
-# backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. (So no
-# schedule here runs a stage on two ranks, or the newest backward first.) In the examples below, as
-# in `python -m extras.show schedules`, a digit is a microbatch: "F" "F" "B" "B" is F0 F1 B0 B1.
+# backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. (So an
+# order cannot run the newest microbatch's backward first.) In the examples below, as in `python -m
+# extras.show schedules`, a digit is a microbatch: "F" "F" "B" "B" is F0 F1 B0 B1.
 
 
 def gpipe(P, m, v, rank):
@@ -61,26 +63,26 @@ def one_f_one_b(P, m, v, rank):
 def weave(forwards, backwards, num_warmup):
     """1F1B of any two lists: num_warmup forwards, then one forward and one backward in turn, then
     the backwards that are left."""
-    actions = forwards[:num_warmup]
+    entries = forwards[:num_warmup]
     steady = forwards[num_warmup:]
     for forward, backward in zip(steady, backwards, strict=False):
-        actions += [forward, backward]
-    return actions + backwards[len(steady) :]
+        entries += [forward, backward]
+    return entries + backwards[len(steady) :]
 
 
 def interleaved(P, m, v, rank):
-    """1F1B with v stages per rank: the pipeline fills in 1/v of the time, for v times the messages.
-    P microbatches go through a rank's first stage, then the same P through its second, and so on; m
-    is a multiple of P.
+    """1F1B with v stages per rank: the pipeline fills in 1/v of the time, for (v P - 1)/(P - 1)
+    times the messages. P microbatches go through a rank's first stage, then the same P through its
+    second, and so on; m is a multiple of P.
 
     P = 2, v = 2, m = 4 (0: the rank's first stage):
         forwards of the rank's stage    0 0 1 1 0 0 1 1
         backwards of the rank's stage   1 1 0 0 1 1 0 0"""
     forwards = [("F", i // P % v) for i in range(m * v)]
     backwards = [("B", v - 1 - i // P % v) for i in range(m * v)]
-    # The first backward is of the rank's last stage: before it P forwards of each earlier one, and
-    # twice 1F1B's warm-up. One warm-up would do if messages took no time; with messages of 0.1 F it
-    # makes a step 7% longer (simulated, messages that block no rank, P 4, v 2, m 16)
+    # The first backward is of the rank's last stage. Before it run P forwards of each earlier
+    # stage, and twice 1F1B's warm-up. If messages took no time, once would do. With messages of
+    # 0.1 F a step with once is 7% longer than with twice (simulated: P 4, v 2, m 16)
     num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
@@ -95,14 +97,14 @@ def zero_bubble(P, m, v, rank):
         rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3                   0      3"""
     num_warmup = min(P - 1 - rank, m)
     lag = min(rank, m)
-    actions = ["F"] * num_warmup
+    entries = ["F"] * num_warmup
     for k in range(m):
         if num_warmup + k < m:
-            actions.append("F")
-        actions.append("I")
+            entries.append("F")
+        entries.append("I")
         if k >= lag:
-            actions.append("W")
-    return actions + ["W"] * lag
+            entries.append("W")
+    return entries + ["W"] * lag
 
 
 # ---- what each schedule declares ----
@@ -110,7 +112,7 @@ def zero_bubble(P, m, v, rank):
 
 class Schedule(NamedTuple):
     """What a schedule declares. Other files ask these fields, and compare no names."""
-    actions: Callable  # actions(P, m, v, rank): the rank's list, as above
+    order: Callable  # order(P, m, v, rank): the rank's list of entries, as above
     stages_per_rank: int = 1
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
     splits_backward: bool = False  # has I and W instead of B, at least for some microbatches
@@ -130,35 +132,35 @@ def placement(name, P):
     return [s % P for s in range(P * SCHEDULES[name].stages_per_rank)]
 
 
-def cut(costs, n):
+def cut(layer_costs, n):
     """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
     possible, because it sets the pace. The stages before the last are cut by the same rule:
     cut([0, 5, 5, 5, 5, 20], 3) is [(0, 3), (3, 5), (5, 6)], not [(0, 2), (2, 5), (5, 6)].
 
-    Dynamic programming: the best cut of the first `stop` layers into k stages is a last stage
-    [start, stop) after the best cut of the first `start` layers into k - 1. cut([1, 1, 2], 2):
+    Dynamic programming: the best cut of the first `stop` layers into `count` stages is a last stage
+    [start, stop) after the best cut of the first `start` layers into count - 1. cut([1, 1, 2], 2):
 
-        best      stop = 1      stop = 2                 stop = 3
-        k = 1     1: [(0, 1)]   2: [(0, 2)]              4: [(0, 3)]
-        k = 2                   1: [(0, 1), (1, 2)]      2: [(0, 2), (2, 3)]
+        best         stop = 1      stop = 2                 stop = 3
+        count = 1    1: [(0, 1)]   2: [(0, 2)]              4: [(0, 3)]
+        count = 2                  1: [(0, 1), (1, 2)]      2: [(0, 2), (2, 3)]
 
     A number is the cost of the costliest stage."""
-    total = [0, *accumulate(costs)]  # total[i]: cost of the first i layers
-    layers = len(costs)
-    best = {stop: (total[stop], [(0, stop)]) for stop in range(1, layers + 1)}  # k = 1
-    for k in range(2, n + 1):
+    total = [0, *accumulate(layer_costs)]  # total[i]: cost of the first i layers
+    num_layers = len(layer_costs)
+    best = {stop: (total[stop], [(0, stop)]) for stop in range(1, num_layers + 1)}  # count = 1
+    for count in range(2, n + 1):
         shorter = best
         best = {}
-        for stop in range(k, layers + 1):
+        for stop in range(count, num_layers + 1):
             candidates = []
-            for start in reversed(range(k - 1, stop)):
+            for start in reversed(range(count - 1, stop)):
                 costliest, stages = shorter[start]
                 last = total[stop] - total[start]
                 candidates.append((max(costliest, last), [*stages, (start, stop)]))
                 if last > costliest:
                     break  # with an earlier start the last stage costs no less
             best[stop] = min(candidates)  # the cheapest or, on a tie, with shorter first stages
-    _, stages = best[layers]
+    _, stages = best[num_layers]
     return stages
 
 
@@ -175,9 +177,8 @@ class Action(NamedTuple):
         return f"{self.kind}(stage {self.stage}, microbatch {self.microbatch})"
 
 
-def make_schedule(name, P, m):
+def make_lists(name, P, m):
     """One list of Actions per rank, for P ranks and m microbatches."""
-    assert not SCHEDULES[name].in_rounds or m % P == 0, "whole rounds of P microbatches"
     return [actions_of(name, P, m, rank) for rank in range(P)]
 
 
@@ -191,12 +192,12 @@ def actions_of(name, P, m, rank):
     waiting = {s: deque() for s in stages}  # stage -> microbatches between I and W
     actions = []
     schedule = SCHEDULES[name]
-    for entry in schedule.actions(P, m, schedule.stages_per_rank, rank):
+    for entry in schedule.order(P, m, schedule.stages_per_rank, rank):
         kind, number = entry if isinstance(entry, tuple) else (entry, 0)
         s = stages[number]
         if kind == "W" and waiting[s]:
             k = waiting[s].popleft()
-        else:  # F, B, I; or a W without an I: a wrong list, which validate() refuses
+        else:  # F, B, I; or a W without an I: a wrong list, which validate() would refuse
             counted = "B" if kind == "I" else kind
             k = count[counted, s]
             count[counted, s] += 1
@@ -210,10 +211,10 @@ def actions_of(name, P, m, rank):
 SHIFT = {"activation": 1, "gradient": -1}
 
 
-def message_of(action, where):
-    """The message with an action's result: (what, stage that needs it, microbatch), or None if that
-    stage is on the same rank, or there is none. F(0, k) -> ("activation", 1, k); B(1, k) or I(1, k)
-    -> ("gradient", 0, k)."""
+def message_name(action, where):
+    """The name of the message that carries an action's result: (what, stage that needs it,
+    microbatch). F(0, k) -> ("activation", 1, k); B(1, k) or I(1, k) -> ("gradient", 0, k). None for
+    W, at the ends of the pipeline, and if that stage is on the same rank."""
     kind, s, k = action
     if kind == "W":
         return None
@@ -238,27 +239,27 @@ def needs(action, where):
         B(s, k), I(s, k) F(s, k), and the gradient of its output: B(s+1, k) or I(s+1, k)
         W(s, k)          I(s, k)
 
-    I is listed as B here: both turn the gradient of a stage's output into that of its input."""
+    The kind "B or I" stands for either: both send the gradient of a stage's input."""
     kind, s, k = action
     if kind == "W":
-        return [Action("B", s, k)]
+        return [Action("I", s, k)]
     if kind == "F":
         return [Action("F", s - 1, k)] if s > 0 else []
-    later = [Action("B", s + 1, k)] if s + 1 < len(where) else []
+    later = [Action("B or I", s + 1, k)] if s + 1 < len(where) else []
     return [Action("F", s, k), *later]
 
 
 def play(lists, where, costs=(1, 1, 1, 0)):
     """Play the lists against a clock. Yields (rank, action, start, end): an action starts when its
     rank is free and all that it needs has arrived. costs: F, I, W and comm, the time that a message
-    takes; it blocks no rank, as in pipeline.py. ValueError if the lists come to a halt."""
+    takes; it blocks no rank, as in pipeline.py. ValueError if a rank would wait forever."""
     f, i, w, comm = costs
     cost = {"F": f, "B": i + w, "I": i, "W": w}
     done = {}  # action -> when it ended
     free = [0] * len(lists)  # when the last action of each rank ended
     queues = [deque(actions) for actions in lists]
     # Round after round, each rank goes on until its next action needs something that is missing.
-    # A round in which no rank went on is the last.
+    # A round in which no rank went on is the last
     went_on = True
     while went_on:
         went_on = False
@@ -278,13 +279,12 @@ def play(lists, where, costs=(1, 1, 1, 0)):
                 yield rank, action, start, free[rank]
                 queue.popleft()
                 went_on = True
-                ended = action._replace(kind="B") if action.kind == "I" else action
-                done.setdefault(ended, free[rank])
+                done[action] = free[rank]
+                if action.kind in ("B", "I"):
+                    done[action._replace(kind="B or I")] = free[rank]
     if waits:
-        # A rank that waits for a later action of its own is the cause; else ranks wait in a circle
-        own = [(rank, action, need) for rank, action, need in waits if where[need.stage] == rank]
-        raise ValueError(("misordered: " if own else "deadlock: ") + "; ".join(
-            f"rank {rank} at {action} waits for {need}" for rank, action, need in own or waits))
+        raise ValueError("deadlock: " + "; ".join(
+            f"rank {rank} at {action} waits for {need}" for rank, action, need in waits))
 
 
 def validate(lists, where, m=0):
@@ -304,13 +304,15 @@ def validate(lists, where, m=0):
             raise ValueError(f"rank {rank}: {a} is misplaced")
         if got[rank, a] != 1:
             raise ValueError(f"rank {rank}: {a} is {'doubled' if got[rank, a] else 'missing'}")
-    for _ in play(lists, where):  # raises if the lists come to a halt
+    for _ in play(lists, where):  # raises if a rank would wait forever
         pass
 
 
 class Timeline(NamedTuple):
     times: list  # per rank: [(action, start, end)]
-    makespan: float  # the largest over ranks of (last end - that rank's first start)
+    # From a rank's first start to its last end, on the rank for which that is longest: the measure
+    # of the Zero Bubble paper, in which ranks may begin and end a step at different times
+    makespan: float
     bubble: float  # (makespan - m(F+I+W)) / makespan
     peak_in_flight: list  # per rank: most (stage, microbatch) pairs whose activations are held
 
@@ -319,9 +321,6 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
     """Time the lists. Costs: F, I, W of one microbatch through all v stages of a rank (B = I + W),
     and comm, the latency between ranks; integers give exact figures. Activations are held from a
     stage's F to the end of its B, or of its W if the backward is split."""
-    if len(costs) != 4 or not all(0 <= c < float("inf") for c in costs) or 0 in costs[:3]:
-        raise ValueError(f"--costs {','.join(map(str, costs))} must be F,I,W,comm, finite, "
-                         "the first three above 0; try 1,1,1,0")
     f, i, w, comm = costs
     v = len(where) // len(lists)
     # A stage costs 1/v of its rank's F, I, W. Count time in units of 1/v, so that integer costs
@@ -337,4 +336,5 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
     m = 1 + max(action.microbatch for action, _, _ in times[0])
     work = m * v * (f + i + w)  # one rank's time busy
     times = [[(action, start / v, end / v) for action, start, end in row] for row in times]
-    return Timeline(times, span / v, max(0, span - work) / span, peak)
+    bubble = max(0, span - work) / span  # 0: a rounding could make it negative
+    return Timeline(times, span / v, bubble, peak)

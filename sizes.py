@@ -59,7 +59,7 @@ class GPTConfig:
     def flops_per_token(self, n_params):
         """Forward and backward FLOPs, counted as in PaLM (arXiv 2204.02311, appendix B). Only the k
         experts that a token runs through count."""
-        # parameters of a block that a token skips
+        # Parameters of a block that a token skips. max: without experts it skips none
         unused = max(0, self.n_experts - self.top_k) * self.expert_parameters()
         active = n_params - self.n_layer * unused
         return 6 * active + 12 * self.n_layer * self.query_width * self.block_size
@@ -71,7 +71,7 @@ class LlamaConfig(GPTConfig):
     n_kv_head: int = 12  # heads of keys and values; n_head / n_kv_head heads of queries share one
     n_hidden: int = 2048  # hidden units of the MLP
     rope_theta: float = 10000.0  # the base of the rotary frequencies
-    rope_scaling: str = ""  # factor; or Llama 3.1's numbers: factor, low, high, first block_size
+    rope_scaling: str = ""  # "factor" or "factor,low,high,original": see llama.stretch
     norm_eps: float = 1e-5
     tied: bool = True  # are lm_head and the embedding one matrix?
     head_dim: int = 0  # width of a head; 0: n_embd / n_head
@@ -84,6 +84,7 @@ class LlamaConfig(GPTConfig):
 
     @property
     def hs(self):
+        """Width of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
@@ -111,7 +112,7 @@ def config_of(cfg, vocab_size):
     if cfg.experts:
         given["n_experts"] = cfg.experts
     else:
-        given.pop("top_k")  # without experts the flag has no effect: keep the default
+        given.pop("top_k")  # has no effect: the default, so that equal models have equal configs
     if config_class is LlamaConfig:
         given.update(tied=not cfg.untied, qkv_bias=cfg.arch == "qwen2",
                      qk_norm=cfg.arch == "qwen3")

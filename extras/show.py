@@ -146,24 +146,24 @@ def demo_sequence_parallel(rank):
 
 
 def demo_context_parallel(rank):
-    """Which segments of a sequence meet in which hop of ring attention, and how even the work of N
-    ranks is, with zigzag and without; then both forms of attention."""
+    """Which segments of a sequence meet in which round of ring attention, and how even the work of
+    N ranks is, with zigzag and without; then both forms of attention."""
     S = 8 * N
     owner = [*range(N), *reversed(range(N))]  # the rank that owns each segment
-    print(f"{S} tokens in {2 * N} segments; a digit is the hop in which queries (rows) meet keys")
+    print(f"{S} tokens in {2 * N} segments; a digit is the round in which queries (rows) meet keys")
     for query in range(2 * N):
-        hops = [str((owner[query] - owner[key]) % N) if key <= query else "."
-                for key in range(2 * N)]
-        print(f"  segment {query:2d} of rank {owner[query]}   {' '.join(hops)}")
+        rounds = [str((owner[query] - owner[key]) % N) if key <= query else "."
+                  for key in range(2 * N)]
+        print(f"  segment {query:2d} of rank {owner[query]}   {' '.join(rounds)}")
     for name, split in (("zigzag", [zigzag(S, N, r) for r in range(N)]),
                         ("no zigzag, two neighbouring segments for each rank",
                          torch.arange(S).chunk(N))):
         print(f"{name}: pairs of query and key on ranks 0 to {N - 1}")
         of_rank = torch.zeros(N)
-        for hop in range(N):
+        for i in range(N):
             # A query attends to the keys whose positions are not after its own
-            pairs = [int((split[r].unsqueeze(1) >= split[(r - hop) % N]).sum()) for r in range(N)]
-            print(f"  hop {hop}  {pairs}")
+            pairs = [int((split[r].unsqueeze(1) >= split[(r - i) % N]).sum()) for r in range(N)]
+            print(f"  round {i}  {pairs}")
             of_rank += torch.tensor(pairs)
         print(f"  the busiest rank has {of_rank.max() / of_rank.mean():.2f} times the mean")
     for kind in ("ring", "all-to-all"):
@@ -294,6 +294,8 @@ def schedules_command(words):
     parser.add_argument("--svg", metavar="FILE", help="write NAME's picture there")
     args = parser.parse_args(words)
     P, m = args.P, args.m
+    if len(args.costs) != 4:
+        parser.error("--costs takes four numbers: F,I,W,comm, such as 1,1,1,0")
     if not 0 < P <= 500 or not 0 < m <= 20000 / P:
         parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
     fitting = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
@@ -303,7 +305,7 @@ def schedules_command(words):
         parser.error(f"--svg {args.svg} is for one schedule; name it")
     for name in [args.schedule] if args.schedule else fitting:
         try:
-            lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+            lists, where = schedules.make_lists(name, P, m), schedules.placement(name, P)
             schedules.validate(lists, where)
             timeline = schedules.simulate(lists, where, args.costs)
             if args.svg:

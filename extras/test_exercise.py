@@ -87,7 +87,7 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
     ("interleaved", "one microbatch at a time", '("F", i // P % v)', '("F", i % v)'),
     ("zero_bubble", "each W at once", "lag = min(rank, m)", "lag = 0"),
     ("zero_bubble", "all Ws at the end", "lag = min(rank, m)", "lag = m"),
-    ("zero_bubble", "the Ws that are left are forgotten", 'actions + ["W"] * lag', "actions"),
+    ("zero_bubble", "the Ws that are left are forgotten", 'entries + ["W"] * lag', "entries"),
     ("norm", "each holder counts", " @ self.shares", ".sum()"),
     ("norm", "norms are added up", "(segments, self.wide)", "(segments, self.wide).sqrt()"),
     ("norm", "a gradient that others hold is left out", "@ self.shares",

@@ -128,8 +128,8 @@ def test_help_fits_a_screen_and_waits_for_no_torch(no_torch):
     ("train.py --tp 2 --dp 2 --zero 9", "train.py: argument --zero: invalid choice: 9"),
     ("sample.py --tp 64", "sample.py: unrecognized arguments: --tp 64"),
     ("sample.py --device xyz", "sample.py: argument --device: invalid choice: 'xyz'"),
-    ("sample.py --temperature nan", "sample.py: --temperature nan must be from 0 to 1e+308"),
-    ("sample.py --seed -1", "sample.py: --seed -1 must be at least 0, and below 2^63"),
+    ("sample.py --temperature nan", "sample.py: --temperature nan must be at least 0"),
+    ("sample.py --seed -1", "sample.py: --seed -1 must be at least 0"),
     ("-m run.weights --bogus", "weights.py: the following arguments are required: --to"),
     ("data/prepare.py --bogus", "prepare.py: unrecognized arguments: --bogus")])
 def test_a_wrong_flag_of_any_command_waits_for_no_torch(words, says, no_torch):
@@ -153,12 +153,15 @@ def test_an_environment_of_no_launcher_is_one_line(env, says):
 
 
 def test_what_sample_cannot_read_is_one_line(trained, tmp_path, capsys, monkeypatch):
+    def main():
+        sample.main(sample.read_flags())
+
     for words, says in (
             (["--out", "nowhere"], "nowhere: no complete checkpoint there"),
             (["--out", trained, "--data", tmp_path], f"{tmp_path}: no prepared data there; python "
              f"data/prepare.py SOURCE --out {tmp_path} writes this folder")):
         argv = ["sample.py", *words]
-        assert one_line(sample.main, argv, capsys, monkeypatch) == f"sample.py: {says}\n"
+        assert one_line(main, argv, capsys, monkeypatch) == f"sample.py: {says}\n"
 
 
 def test_the_commands_of_the_readme(tmp_path):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from schedules import SCHEDULES, Schedule, cut, make_schedule, placement, simulate, validate
+from schedules import SCHEDULES, Schedule, cut, make_lists, placement, simulate, validate
 from test_all import differences
 from tests.harness import TOLERANCE, close, flags_of, in_layout, make_trainer, ranks
 
@@ -21,14 +21,14 @@ CASES = [(name, P, m)
 
 def test_every_schedule_is_valid_and_comes_to_its_end():
     for name, P, m in CASES:
-        validate(make_schedule(name, P, m), placement(name, P), m)
+        validate(make_lists(name, P, m), placement(name, P), m)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_damaged_lists_are_rejected(name):
     """An action that is missing, that is there twice, or a backward before its own forward."""
     where = placement(name, 3)
-    whole = make_schedule(name, 3, 6)
+    whole = make_lists(name, 3, 6)
     for rank, actions in enumerate(whole):
         for i, action in enumerate(actions):
             damaged = [actions[:i] + actions[i + 1 :], actions[:i] + [action] + actions[i:]]
@@ -38,7 +38,7 @@ def test_damaged_lists_are_rejected(name):
                 swapped[i], swapped[j] = actions[j], action
                 damaged.append(swapped)
             for each in damaged:
-                with pytest.raises(ValueError, match="missing|doubled|misordered|deadlock"):
+                with pytest.raises(ValueError, match="missing|doubled|deadlock"):
                     validate([*whole[:rank], each, *whole[rank + 1 :]], where, 6)
 
 
@@ -51,7 +51,7 @@ def test_bubbles_and_peaks_are_the_papers_closed_forms(P, m):
              "interleaved": ((P - 1) / (v * m + P - 1), v * P + P - 1),
              "zb-h1": ((P - 1) / (3 * m + P - 1), P)}
     for name, (bubble, peak) in table.items():
-        timeline = simulate(make_schedule(name, P, m), placement(name, P))
+        timeline = simulate(make_lists(name, P, m), placement(name, P))
         close(timeline.bubble, bubble, name)
         assert max(timeline.peak_in_flight) == peak, name
 
@@ -60,7 +60,7 @@ def test_each_rank_of_gpipe_holds_m_microbatches_and_of_1f1b_p_minus_rank():
     """Also where m is less than P."""
     for P, m in itertools.product((2, 4, 8), (1, 3, 8, 33)):
         for name, peaks in (("gpipe", [m] * P), ("1f1b", [min(P - r, m) for r in range(P)])):
-            timeline = simulate(make_schedule(name, P, m), placement(name, P))
+            timeline = simulate(make_lists(name, P, m), placement(name, P))
             assert timeline.peak_in_flight == peaks
 
 
@@ -70,7 +70,7 @@ def test_each_rank_of_gpipe_holds_m_microbatches_and_of_1f1b_p_minus_rank():
     (16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397))])
 def test_the_simulator_reproduces_the_published_bubble_rates(P, m, costs, rates):
     for name, rate in zip(("1f1b", "zb-h1"), rates, strict=True):
-        timeline = simulate(make_schedule(name, P, m), placement(name, P), costs)
+        timeline = simulate(make_lists(name, P, m), placement(name, P), costs)
         assert round(timeline.bubble, 4) == rate
 
 
@@ -134,7 +134,7 @@ def as_executed(rank, cfg):
 def test_the_pipeline_holds_what_the_simulator_says_and_i_leaves_matrices_to_w(corpus, name):
     words = f"--pp 3 --schedule {name} --microbatches 9 --n-layer 6"
     _, found = in_layout(words, corpus, as_executed)
-    lists = make_schedule(name, 3, 9)
+    lists = make_lists(name, 3, 9)
     peaks = simulate(lists, placement(name, 3)).peak_in_flight
     for (most, events), peak, actions in zip(found, peaks, lists, strict=True):
         assert most == peak
@@ -148,14 +148,14 @@ def test_the_pipeline_holds_what_the_simulator_says_and_i_leaves_matrices_to_w(c
 def mixed(P, m, v, rank):
     """1F1B whose odd microbatches have I, and W one forward later."""
     num_warmup = min(P - 1 - rank, m)
-    actions = ["F"] * num_warmup
+    entries = ["F"] * num_warmup
     for k in range(m):
         if num_warmup + k < m:
-            actions.append("F")
+            entries.append("F")
         if k % 2 == 0 and k > 0:
-            actions.append("W")
-        actions.append("I" if k % 2 else "B")
-    return actions + ["W"] * (m % 2 == 0)
+            entries.append("W")
+        entries.append("I" if k % 2 else "B")
+    return entries + ["W"] * (m % 2 == 0)
 
 
 def ahead(P, m, v, rank):

@@ -1,12 +1,13 @@
 """A message arrives, in order and whole, over every road between ranks of CPUs; a peer that dies,
-stops or never comes is one line; a stranger gets nothing; and what runs in the background runs in
-order, while its caller goes on."""
+stops or never comes is one line; a process that is no rank gets nothing; and what runs in the
+background runs in order, while its caller goes on."""
 
 import gc
 import os
 import re
 import socket
 import threading
+import time
 from unittest.mock import patch
 
 import pytest
@@ -193,33 +194,30 @@ def test_a_peer_that_died_or_stopped_ends_a_wait_with_one_line(road, dies, timeo
     assert "\n" not in receive + send
 
 
-KNOCK = """
-import itertools, socket, sys
-for number in itertools.count(1):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect("\\0nanoparallel-" + sys.argv[1])
-        assert stranger.recv(1) == b"", "let in"
-    if number == 500:
-        print(flush=True)
+CONNECT = """
+import socket, sys
+for _ in range(500):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect("\\0nanoparallel-" + sys.argv[1])
+        assert end.recv(1) == b"", "accepted"
 """
 
 
-def _behind_strangers(rank, timeout, comes):
-    """A stranger of the same user, who says nothing, knocks at rank 0's door again and again.
-    Rank 1 comes after the stranger's 500th time, or never. Returns the sum of what the ranks have,
-    or the line of an error."""
-    doors = []
+def _behind_others(rank, timeout, comes):
+    """A process of the same user, which is no rank and says nothing, connects to rank 0 500 times.
+    Then rank 1 comes. Or nobody comes. Returns the sum of what the ranks have, or the line of an
+    error."""
+    names = []
 
-    def told(communicator, card, tell_all=shared_memory.tell_all):
-        cards = tell_all(communicator, card)
-        doors.extend(name for _, _, name in cards)
+    def told(communicator, value, tell_all=shared_memory.tell_all):
+        values = tell_all(communicator, value)
+        names.extend(name for _, _, name in values)
+        if rank == 1 and not comes:
+            time.sleep(timeout + 1)
+            raise RuntimeError("does not come")
         if rank == 1:
-            stranger = start("-c", KNOCK, doors[0])
-            assert stranger.stdout.readline()
-            if not comes:
-                stranger.wait()  # until rank 0 has closed its door
-                raise RuntimeError("does not come")
-        return cards
+            assert start("-c", CONNECT, names[0]).wait() == 0
+        return values
 
     try:
         with patch.object(shared_memory, "tell_all", told):
@@ -229,17 +227,17 @@ def _behind_strangers(rank, timeout, comes):
     total = c.all_reduce(torch.ones(1), group).item()
     with (pytest.raises(ConnectionRefusedError),  # once the peers are in, nobody is
           socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late):
-        late.connect(f"\0nanoparallel-{doors[0]}")
+        late.connect(f"\0nanoparallel-{names[0]}")
     return total
 
 
 @pytest.mark.parametrize("timeout,comes,want", [
     (60, True, 2), (2, False, "rank 0: joining group world: not within 2 s")])
-def test_strangers_are_not_let_in_and_a_peer_that_never_comes_is_given_up(timeout, comes, want):
-    assert ranks(2, _behind_strangers, timeout, comes)[0] == want
+def test_only_ranks_are_accepted_and_a_peer_that_never_comes_is_given_up(timeout, comes, want):
+    assert ranks(2, _behind_others, timeout, comes)[0] == want
 
 
-def test_a_process_of_another_user_is_a_stranger_and_shares_no_memory():
+def test_a_process_of_another_user_is_no_rank_and_shares_no_memory():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine = shared_memory.machine()
     with ours, theirs:

@@ -2,12 +2,14 @@
 
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the thread
     NCCL (GPU)   messages have no tags: between two ranks they are matched in the order of posting;
-                 an operation waits for the operations of its communicator before it; wait() lets
-                 the current stream wait, and the host goes on
+                 operations of a communicator run one after the other, in the order of posting;
+                 wait() lets the current stream wait, and the host goes on
 
-So messages to higher ranks and messages to lower ranks travel on two communicators: a rank that
-sends upward and a rank that sends downward cannot wait for each other. What one exchange sends and
-receives on one communicator is posted as one batch.
+So messages to higher ranks and messages to lower ranks travel on two communicators, and what one
+exchange sends and receives on one of them is posted as one batch: two ranks that send to each other
+cannot block each other. That excludes no circle through more ranks or microbatches. For the four
+schedules and all other messages there is none: tests/test_gpu.py runs each with such queues. Add a
+schedule of your own there; schedules.validate, in which no message blocks a rank, does not tell.
 """
 
 import time
@@ -23,7 +25,7 @@ class Nccl:
     def __init__(self, up, down, rank, timeout):
         """up, down: torch's ProcessGroups, of the same ranks."""
         self.up, self.down, self.rank, self.timeout = up, down, rank, timeout
-        self.pending = deque()  # torch's Works that the GPU has not been seen to finish
+        self.pending = deque()  # torch's Works that the GPU may not have finished
 
     def exchange(self, send, dst, recv, src, combine):
         """Like Gloo.exchange, but the function that is returned lets the current stream wait."""
@@ -51,9 +53,10 @@ class Nccl:
 
     def start_read(self, tensor):
         """Start to copy a tensor to the host. Returns a function that waits for the copy, then
-        returns the numbers. The host waits for the GPU nowhere else (but where all experts are on
-        one rank: experts.py), so a rank that has died or hangs is noticed here: RuntimeError if the
-        copy is not there after `timeout` seconds."""
+        returns the numbers. The host waits for the GPU nowhere else (except in
+        MixtureOfExperts.run_rows), so a rank that has died or hangs is noticed here: RuntimeError
+        if the copy is not there after `timeout` seconds."""
+        # (Tests read a CPU's tensors)
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.current_stream().record_event()

@@ -37,6 +37,9 @@ import torch
 MESSAGE = struct.Struct("<II")  # number of the buffer; bytes of the message
 NUMBER = struct.Struct("<I")  # of a buffer that is free again
 CREDENTIALS = struct.Struct("3i")  # process, user, group: what SO_PEERCRED returns
+# A socket of these keeps packets apart: one recv() returns one packet, and an empty one if the peer
+# has closed its end
+PACKETS = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 MOST = 1024  # numbers in a packet
 PIECE = 2 << 20  # bytes of a buffer, of which a piece of a message takes as many as it needs
 AHEAD = 2  # pieces that an exchange sends before the first one that it receives has come
@@ -63,11 +66,11 @@ def mapped(file):
 
 @contextmanager
 def errors_of_sockets(timeout):
-    """Re-raise errors of sockets as RuntimeErrors, like those of gloo: group.exchange adds rank and
-    peer."""
+    """Re-raise errors of sockets as RuntimeErrors, like gloo's. (Group and Work add rank and peer.)
+    """
     try:
         yield
-    except (BlockingIOError, TimeoutError):
+    except (BlockingIOError, TimeoutError):  # also by SO_RCVTIMEO, which connect() sets
         raise RuntimeError(f"not within {timeout:g} s") from None
     except (ConnectionError, EOFError):
         raise RuntimeError("connection closed by peer") from None
@@ -95,9 +98,9 @@ class Link:
         self.free = []  # the numbers of those that are free
         self.unsent = deque()  # pieces that are still to be sent
         self.theirs = []  # the peer's buffers
-        self.posted = deque()  # the receives, in the order of posting: messages come in this order
+        self.posted = deque()  # Receives in the order of posting, in which messages come
         self.arrived = deque()  # messages read while a send found its socket full
-        self.read = []  # numbers of the peer's buffers to give back
+        self.to_give_back = []  # numbers of the peer's buffers that this rank has read
 
     # ---- send ----
 
@@ -117,7 +120,7 @@ class Link:
         if self.free:
             return self.free.pop(), []  # the one that came back last may still be in the cache
         file = os.memfd_create("nanoparallel")
-        os.ftruncate(file, PIECE)  # a page takes memory once it was written
+        os.ftruncate(file, PIECE)
         self.buffers.append(mapped(os.dup(file)))
         return len(self.buffers) - 1, [file]
 
@@ -131,7 +134,8 @@ class Link:
     def push(self, packet, files):
         """Send a packet, and beside it open files: the peer gets copies of them. A socket holds
         some 270 packets that the peer has not read. While this one is full, read what the peers of
-        the group have sent: two ranks that send to each other cannot block each other then."""
+        this group have sent, so that two ranks that send to each other cannot block each other. (A
+        circle through several groups is not handled: some ranks would be 270 messages apart.)"""
         deadline = time.monotonic() + self.timeout
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))]
         while True:
@@ -166,21 +170,21 @@ class Link:
         first.combine(into, self.theirs[number][:length].view(into.dtype))
         if not first.missing:
             self.posted.popleft()
-        self.read.append(number)
+        self.to_give_back.append(number)
         # Numbers for which the socket has no room go back with the next, in one packet. A sender
         # that has ended needs no buffers
         with suppress(BlockingIOError, ConnectionError):
-            while self.read:
-                packet = b"".join(NUMBER.pack(number) for number in self.read[:MOST])
+            while self.to_give_back:
+                packet = b"".join(NUMBER.pack(number) for number in self.to_give_back[:MOST])
                 self.incoming.send(packet, socket.MSG_DONTWAIT)
-                del self.read[:MOST]
+                del self.to_give_back[:MOST]
 
     def next_message(self):
         """(number of the buffer, bytes), as soon as the peer has sent a message. Maps a new buffer,
         so that its file need not stay open."""
         while True:
-            # The kernel reports once that the peer has ended without reading all numbers; what the
-            # peer has sent is still here
+            # The kernel reports once that the peer has ended without reading all numbers: try
+            # again, because what the peer has sent is still here
             with suppress(ConnectionResetError):
                 packet, files, _, _ = socket.recv_fds(self.incoming, MESSAGE.size, 1)
                 if not packet:
@@ -251,59 +255,65 @@ def process_at(end):
     return process if user == os.getuid() else None
 
 
-def tell_all(communicator, card):
-    """Collective: the list of all ranks' cards, what json can write in 512 bytes."""
-    mine = torch.frombuffer(bytearray(json.dumps(card).encode().ljust(512)), dtype=torch.uint8)
-    cards = [torch.empty_like(mine) for _ in range(communicator.size())]
-    communicator.allgather([cards], [mine]).wait()
-    return [json.loads(bytes(each.tolist())) for each in cards]
+def tell_all(communicator, value):
+    """Collective: the list of all ranks' values. A value: anything that json writes in at most 512
+    bytes."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode().ljust(512)), dtype=torch.uint8)
+    values = [torch.empty_like(mine) for _ in range(communicator.size())]
+    communicator.allgather([values], [mine]).wait()
+    return [json.loads(bytes(each.tolist())) for each in values]
+
+
+def connected(name):
+    """A socket that is connected to the listening socket of this name."""
+    end = socket.socket(*PACKETS)
+    end.connect(f"\0nanoparallel-{name}")
+    return end
 
 
 def connect(communicator, rank, timeout):
     """Collective: {peer: Link} to the ranks of a group that can share memory with this one.
 
     The ranks tell each other through gloo where they are, their process numbers and the random
-    names of their doors. Each connects to the doors of the ranks before it, twice, once for each
-    direction, and lets in those after it. The kernel says which process knocks, so a connection
-    need not say anything, and a stranger's is closed."""
+    names of their listening sockets. Each connects to the ranks before it, twice, once for each
+    direction, and accepts the ranks after it. No rank waits in a circle: each listens before it
+    tells its name, and connecting needs no accept. The kernel says which process has connected, so
+    a connection need not say anything, and that of a process that is no rank is closed."""
     mine = machine()
     name = secrets.token_hex(8)
-    door = None
+    listener = None
     if mine:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        door.bind(f"\0nanoparallel-{name}")
-        door.listen(4096)
-    cards = tell_all(communicator, [mine, os.getpid(), name])
-    peers = {number: process for number, (place, process, _) in enumerate(cards)
+        listener = socket.socket(*PACKETS)
+        listener.bind(f"\0nanoparallel-{name}")
+        listener.listen(4096)
+    told = tell_all(communicator, [mine, os.getpid(), name])
+    peers = {number: process for number, (place, process, _) in enumerate(told)
              if mine and place == mine and number != rank}
     ends = {number: [] for number in peers}  # of each peer the two sockets, in order of connection
     with errors_of_sockets(timeout):
         for number in peers:
-            for _ in range(2 if number < rank else 0):
-                end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                end.connect(f"\0nanoparallel-{cards[number][2]}")
-                ends[number].append(end)
+            if number < rank:
+                ends[number] = [connected(told[number][2]), connected(told[number][2])]
         deadline = time.monotonic() + timeout
         while any(len(pair) < 2 for pair in ends.values()):
-            door.settimeout(max(0.01, deadline - time.monotonic()))
-            end, _ = door.accept()
-            if time.monotonic() > deadline:  # strangers may knock all the time
-                raise TimeoutError
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            end, _ = listener.accept()
             process = process_at(end)
             number = next((n for n in peers if peers[n] == process and len(ends[n]) < 2), None)
             if number is None:
-                end.close()  # a stranger's
+                end.close()
             else:
                 ends[number].append(end)
-    if door:
-        door.close()
+    if listener:
+        listener.close()
+    # The longest that a receive blocks, as C's timeval: seconds, microseconds
+    limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     links = {}
     for number, (first, second) in ends.items():
         for end in (first, second):
-            limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-            end.setblocking(True)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         # The first socket carries the messages of the lower rank, the second the other's
         outgoing, incoming = (first, second) if rank < number else (second, first)
+        # links.values(): a view, which has all links once this loop has ended
         links[number] = Link(outgoing, incoming, timeout, links.values())
     return links
