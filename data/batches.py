@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import FileError, open_file, read_bytes, read_json
-from data.prepare import BYTES, make_encoding, prepare, tell, token_type
+from data.files import FileError, open_file, read_bytes, read_json, say
+from data.prepare import BYTES, make_encoding, prepare, token_type
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 GPT2_TOKENS = 50257
@@ -87,13 +87,13 @@ def load_tokenizer(folder):
 # ---- the batches of a prepared folder ----
 
 
-def prepare_or_wait(source, folder, local_rank):
+def prepare_or_wait(folder, local_rank):
     """Return once the folder has a meta.json, which prepare() writes last, or after MAX_PREPARING
     seconds. The process with local_rank 0 prepares; the others on its machine wait for it."""
     meta = folder / "meta.json"
     if not meta.exists() and local_rank == 0:
-        tell(f"preparing {source} as a corpus, once")
-        prepare((source,), folder)
+        say("preparing stdlib as a corpus, once", "stdout")
+        prepare(out=folder)
     deadline = time.time() + MAX_PREPARING
     while not meta.exists() and time.time() < deadline:
         time.sleep(0.2)
@@ -106,9 +106,9 @@ class Data:
     def __init__(self, cfg, local_rank=0):
         self.folder = Path(cfg.data)
         self.block = cfg.block_size
-        if cfg.data in ("stdlib", "shakespeare"):
-            self.folder = Path(__file__).parent / cfg.data
-            prepare_or_wait(cfg.data, self.folder, local_rank)
+        if cfg.data == "stdlib":
+            self.folder = Path(__file__).parent / "stdlib"
+            prepare_or_wait(self.folder, local_rank)
         self.meta = read_meta(self.folder)  # at least {"vocab_size": ...}
         self.vocab_size = self.meta["vocab_size"]
         self.train = self.memory_map("train")

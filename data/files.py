@@ -1,8 +1,10 @@
-"""Opens files that may be anything: a pipe, a device, 40 GB of zeros, garbage."""
+"""Opens files that may be anything: a pipe, a device, 40 GB of zeros, garbage. Prints to streams
+that nobody may read."""
 
 import json
 import os
 import stat
+import sys
 
 
 class FileError(ValueError):
@@ -44,3 +46,20 @@ def read_json(path):
     if type(values) is not dict:
         raise FileError(f"{path}: not a JSON object")
     return values
+
+
+def drop(stream):
+    """Let a stream that cannot be written to lead nowhere: what its buffer still holds, Python
+    would write once more at exit, and exit with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say(line, name="stderr"):
+    """Print a line to sys.stderr or sys.stdout, which may be closed or on a full disk."""
+    stream = getattr(sys, name)
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        drop(stream)
+    except ValueError:  # closed, or not its encoding's characters
+        pass

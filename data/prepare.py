@@ -9,7 +9,6 @@ loss in nats per token, divided by ln 2 and by bytes_per_token, is in bits per b
 different tokenizers can be compared.
 
     python data/prepare.py                        # the standard library, into data/stdlib
-    python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
     python data/prepare.py notes/ book.txt --out data/mine --vocab-size 4096
 """
 
@@ -25,10 +24,8 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter, defaultdict
-from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
-from urllib.request import urlopen
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
@@ -36,10 +33,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data.files import FileError, open_file
+from data.files import FileError, open_file, say
 
-SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
-               "input.txt")
 # GPT-2's split of a text into words, without its rule for English contractions (he's). No token
 # crosses from one word to the next. "if x1 == 2:" is split into if, " x", 1, " ==", " 2", ":"
 PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -57,25 +52,7 @@ MIN_BYTES = 1_000  # a smaller corpus is refused
 LEARN_CHARS = 8_000_000
 
 
-def tell(text):
-    """Print a line. If stdout is full or its reader has gone, drop this line and all later ones."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        # The line is still in Python's buffer, which Python writes once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 # ---- read the texts ----
-
-
-def download_shakespeare():
-    try:
-        with urlopen(SHAKESPEARE, timeout=15) as reply:
-            return reply.read().decode()
-    except (OSError, HTTPException) as error:
-        raise FileError(f"shakespeare: no download ({error}); use stdlib, which needs none, or "
-                        f"pass the path of a saved copy of {SHAKESPEARE}") from error
 
 
 def read_text(path):
@@ -88,11 +65,9 @@ def read_text(path):
 
 
 def read_source(source):
-    """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files.
-    Prints how many files of a folder are skipped."""
-    if source == "shakespeare":
-        return [(source, download_shakespeare())]
-    tell(f"reading {source}")
+    """[(name, text)] of one source: "stdlib", a file, or a folder of text files. Prints how many
+    files of a folder are skipped."""
+    say(f"reading {source}", "stdout")
     root, skip, pattern = Path(source), NO_SOURCE, "*"
     if source == "stdlib":
         root, skip, pattern = Path(sysconfig.get_path("stdlib")), NOT_STDLIB, "*.py"
@@ -101,7 +76,7 @@ def read_source(source):
             return [(".", read_text(root))]
         except ValueError as error:
             raise FileError(f"{source}: not readable as UTF-8 text ({error}); give the path of a "
-                            "text file or a folder, or stdlib, or shakespeare") from error
+                            "text file or a folder, or stdlib") from error
     docs = []
     skipped = []
     for path in sorted(root.rglob(pattern)):
@@ -113,8 +88,8 @@ def read_source(source):
         except ValueError:
             skipped.append(name.as_posix())
     if skipped:
-        tell(f"skipped {len(skipped)} files of {source}, which cannot be read as UTF-8 text: "
-             f"{', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''}")
+        say(f"skipped {len(skipped)} files of {source}, which cannot be read as UTF-8 text: "
+            f"{', '.join(skipped[:3])}{', ...' if len(skipped) > 3 else ''}", "stdout")
     if not docs:
         raise FileError(f"{source}: no file of UTF-8 text in {root}; give another path")
     return docs
@@ -282,24 +257,23 @@ def write_whole(out, files):
 
 
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
-    """Write the folder `out` and return the values of its meta.json. Default: data/stdlib or
-    data/shakespeare for that source alone, else data/custom. FileError: sources that cannot be
-    read, or a folder that cannot be written."""
+    """Write the folder `out` and return the values of its meta.json. Default: data/stdlib for that
+    source alone, else data/custom. FileError: sources that cannot be read, or a folder that cannot
+    be written."""
     sources = [str(source) for source in sources]
     learned = tokenizer == "bpe"
     if learned and not 256 <= vocab_size <= 65536:
         raise FileError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
     if out is None:
-        is_named = sources in (["stdlib"], ["shakespeare"])
-        out = Path(__file__).parent / (sources[0] if is_named else "custom")
+        out = Path(__file__).parent / ("stdlib" if sources == ["stdlib"] else "custom")
     out = Path(out)
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
     ranks = BYTES
     if learned:
-        tell(f"learning {vocab_size} tokens")
+        say(f"learning {vocab_size} tokens", "stdout")
         ranks = learn_bpe("".join(train_texts)[:LEARN_CHARS], vocab_size)
-    tell("encoding")
+    say("encoding", "stdout")
     enc = make_encoding(tokenizer, ranks)
     train = encode(enc, train_texts)
     val = encode(enc, val_texts)
@@ -314,10 +288,10 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
     write_whole(out, files)
 
-    tell(f"corpus     {', '.join(sources)}: {len(docs)} files\n"
-         f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
-         "token\n"
-         f"tokens     {len(train):,} train, {len(val):,} val, in {out}")
+    say(f"corpus     {', '.join(sources)}: {len(docs)} files\n"
+        f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
+        "token\n"
+        f"tokens     {len(train):,} train, {len(val):,} val, in {out}", "stdout")
     return meta
 
 
@@ -325,9 +299,9 @@ def main():
     parser = argparse.ArgumentParser(description="Text to tokens: train.bin, val.bin, meta.json.")
     parser.error = lambda message: parser.exit(2, f"prepare.py: {message}\n")
     parser.add_argument("sources", nargs="*", default=["stdlib"], metavar="SOURCE",
-                        help="stdlib (default), shakespeare, or paths of text files and folders")
-    parser.add_argument("--out", help="folder to write (default: data/stdlib or "
-                        "data/shakespeare for that source alone, else data/custom)")
+                        help="stdlib (default), or paths of text files and folders")
+    parser.add_argument("--out", help="folder to write (default: data/stdlib for that "
+                        "source alone, else data/custom)")
     parser.add_argument("--tokenizer", default="bpe", choices=["bpe", "gpt2", "bytes"],
                         help="bpe (default) learns a vocabulary")
     parser.add_argument("--vocab-size", type=int, default=1024,

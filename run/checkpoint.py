@@ -31,11 +31,10 @@ import numpy as np
 import torch
 
 from collectives import all_gather, all_reduce, maximum
-from data.files import FileError, open_file, read_json
+from data.files import FileError, open_file, read_json, say
 from experts import kind_of, on_meta, shapes_of
 from model import UNTIED, from_seed
 from run import weights
-from run.flags import say
 from shard import bounds
 from sizes import config_from
 

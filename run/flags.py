@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 
+from data.files import drop, say  # noqa: F401 (drop: for sample.py)
 from run.weights import sizes_of
 from schedules import SCHEDULES
 from sizes import WIDTHS
@@ -59,7 +60,7 @@ class Config:
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping")
     seed: int = flag(1337, "number from which initial weights and batches follow")
     # run
-    data: str = flag("stdlib", "folder with train.bin and val.bin, or stdlib, shakespeare")
+    data: str = flag("stdlib", "folder with train.bin and val.bin, or stdlib")
     out: str = flag("out", "folder for checkpoints and metrics.jsonl")
     save_interval: int = flag(0, "steps between checkpoints; 0: only at the end")
     resume: str = flag("no", "no, auto (the last complete checkpoint of --out) or a path")
@@ -103,23 +104,6 @@ def in_words(error):
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return text.replace("\n", "\\n")
-
-
-def drop(stream):
-    """Let a stream that cannot be written to lead nowhere: what its buffer still holds, Python
-    would write once more at exit, and exit with 120."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def say(line, stream=None):
-    """Print a line, to a stream that may be closed or on a full disk."""
-    stream = stream or sys.stderr
-    try:
-        print(line, file=stream, flush=True)
-    except OSError:
-        drop(stream)
-    except ValueError:  # closed, or not its encoding's characters
-        pass
 
 
 def fail(error):

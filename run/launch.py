@@ -36,7 +36,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
-from run.flags import check_device, fail, in_words, program, read_command_line, say
+from data.files import say
+from run.flags import check_device, fail, in_words, program, read_command_line
 
 IS_LINUX = sys.platform == "linux"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they ask a run to save and stop

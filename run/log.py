@@ -27,9 +27,10 @@ from pathlib import Path
 import torch
 
 from collectives import Group, Work, all_reduce, maximum
+from data.files import say
 from mesh import DATA, grid
 from run.checkpoint import about, all_gather_values, put_aside
-from run.flags import program, say
+from run.flags import program
 from sizes import peak_flops
 from transport.background import Background
 
@@ -58,17 +59,15 @@ class Log:
         self.waited = 0.0  # seconds in which this rank waited for messages in this step
         self.metrics = None
         if trainer.mesh.rank == 0:
-            interval, steps = self.cfg.eval_interval, self.cfg.steps
-            validates = interval > 0 and (first % interval == 0 or first == steps)
-            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first, validates)
+            self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
             self.describe()
             if resumed_from:
                 self.say(f"step {first:6d}  resumed from {resumed_from}")
         self.since = time.perf_counter()
 
-    def say(self, line, stream=None):
+    def say(self, line, name="stdout"):
         if self.trainer.mesh.rank == 0:
-            say(line, stream or sys.stdout)
+            say(line, name)
 
     def write(self, **record):
         if self.metrics:  # JSON has no nan and no infinity: null
@@ -187,7 +186,7 @@ class Log:
         if self.gave_up:
             self.say(f"{program()}: the loss or the gradients' norm was not finite up to step "
                      f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower --lr "
-                     "may help", sys.stderr)
+                     "may help", "stderr")
             return
         if self.stop_asked:
             self.say(f"stopped by a signal; --resume auto goes on from {self.saved}")
@@ -200,11 +199,11 @@ class Log:
                  f"\nreplicas {'agree' if self.ended_well else 'DISAGREE'}")
 
 
-def open_metrics(path, first, validates=False):
+def open_metrics(path, first):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
     aside. One that goes on from step `first` removes the lines of the steps that it repeats, and
-    what a crash has left behind the last whole line. validates: does the run validate before its
-    first step? If not, the validation at the end of the earlier run stays."""
+    what a crash has left behind the last whole line. The earlier run's validation of step `first`
+    stays. (If this run validates there, too, the file has both: the later one counts.)"""
     if first == 0 and path.exists():
         put_aside(path)
     kept = []
@@ -212,8 +211,8 @@ def open_metrics(path, first, validates=False):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                stays = record["step"] == first and "val_loss" in record and not validates
-                if record["step"] < first or stays:
+                is_last_validation = record["step"] == first and "val_loss" in record
+                if record["step"] < first or is_last_validation:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")

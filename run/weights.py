@@ -9,10 +9,9 @@ run/flags.py reads a config.json here before torch is imported: functions that n
 """
 
 import json
-import sys
 from pathlib import Path
 
-from data.files import FileError, read_json
+from data.files import FileError, read_json, say
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
@@ -288,7 +287,7 @@ def export(checkpoint, to):
 
 
 def main():
-    from run.flags import Parser, fail, say
+    from run.flags import Parser, fail
 
     parser = Parser(__doc__)
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
@@ -300,7 +299,7 @@ def main():
         export(folder, Path(args.to))
     except (OSError, ValueError) as error:
         fail(error)
-    say(f"{args.to}: model.safetensors and {CONFIG}, of {folder}", sys.stdout)
+    say(f"{args.to}: model.safetensors and {CONFIG}, of {folder}", "stdout")
 
 
 if __name__ == "__main__":

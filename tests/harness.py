@@ -92,10 +92,10 @@ def command(*args, env=None, timeout=2 * HANG, cwd=HERE, **more):
                           timeout=timeout, cwd=cwd, env={**os.environ, **(env or {})}, **more)
 
 
-def refused(*args, code=2, **more):
+def refused(*args, **more):
     """The one line with which a command refuses these arguments, with exit code 2."""
     done = command(*args, **more)
-    assert done.returncode == code and done.stderr.count("\n") == 1, (done.returncode, done.stderr)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, (done.returncode, done.stderr)
     return done.stderr
 
 
@@ -127,11 +127,11 @@ def start(*args, env=None, **more):
     return process
 
 
-def until(condition, what="", seconds=HANG):
+def until(condition, what=""):
     """Wait until a condition holds."""
-    deadline = time.time() + seconds
+    deadline = time.time() + HANG
     while not condition():
-        assert time.time() < deadline, f"{what}: not within {seconds} s"
+        assert time.time() < deadline, f"{what}: not within {HANG} s"
         time.sleep(0.01)
 
 
@@ -166,13 +166,13 @@ def _main(rank, size, port, argv, folder, limit):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-    sys.argv = ["train.py", *(argv[rank] if isinstance(argv[0], list) else argv)]
+    sys.argv = ["train.py", *argv]
     train.main()
 
 
 class Run:
-    """train.py's main() in `size` forked ranks, which meet like torchrun's. argv: for all ranks, or
-    a list with one for each. limit: most bytes of a file, 0 for any."""
+    """train.py's main() in `size` forked ranks, which meet like torchrun's. limit: most bytes of a
+    file, 0 for any."""
 
     def __init__(self, size, argv, folder, limit=0):
         context = torch.multiprocessing.get_context("forkserver")

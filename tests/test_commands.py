@@ -125,9 +125,6 @@ def test_help_fits_a_screen_and_waits_for_no_torch(no_torch):
 
 @pytest.mark.parametrize("words,says", [
     ("train.py --tp 3", "train.py: --tp 3 must divide --n-head 4"),
-    ("train.py --tp 2 --dp 2 --zero 9", "train.py: argument --zero: invalid choice: 9"),
-    ("sample.py --tp 64", "sample.py: unrecognized arguments: --tp 64"),
-    ("sample.py --device xyz", "sample.py: argument --device: invalid choice: 'xyz'"),
     ("sample.py --temperature nan", "sample.py: --temperature nan must be at least 0"),
     ("sample.py --seed -1", "sample.py: --seed -1 must be at least 0"),
     ("-m run.weights --bogus", "weights.py: the following arguments are required: --to"),
@@ -153,15 +150,10 @@ def test_an_environment_of_no_launcher_is_one_line(env, says):
 
 
 def test_what_sample_cannot_read_is_one_line(trained, tmp_path, capsys, monkeypatch):
-    def main():
-        sample.main(sample.read_flags())
-
-    for words, says in (
-            (["--out", "nowhere"], "nowhere: no complete checkpoint there"),
-            (["--out", trained, "--data", tmp_path], f"{tmp_path}: no prepared data there; python "
-             f"data/prepare.py SOURCE --out {tmp_path} writes this folder")):
-        argv = ["sample.py", *words]
-        assert one_line(main, argv, capsys, monkeypatch) == f"sample.py: {says}\n"
+    argv = ["sample.py", "--out", trained, "--data", tmp_path]
+    line = one_line(lambda: sample.main(sample.read_flags()), argv, capsys, monkeypatch)
+    assert line == (f"sample.py: {tmp_path}: no prepared data there; python data/prepare.py SOURCE "
+                    f"--out {tmp_path} writes this folder\n")
 
 
 def test_the_commands_of_the_readme(tmp_path):
@@ -248,8 +240,7 @@ def slow_peer(rank, cfg):
         train_here(cfg, train.make_mesh(cfg, cfg.device))
 
 
-@pytest.mark.parametrize("words", ["--dp 2", "--dp 2 --zero 1", "--tp 2",
-                                   "--dp 2 --collectives native"])
+@pytest.mark.parametrize("words", ["--dp 2", "--tp 2", "--dp 2 --collectives native"])
 def test_comm_is_the_share_of_a_step_in_which_its_rank_waits(corpus, tmp_path, words):
     cfg = flags_of([*words.split(), "--eval-interval", "0"], corpus, out=str(tmp_path))
     ranks(2, slow_peer, cfg)
@@ -313,8 +304,7 @@ def watch_a_step(rank, cfg):
 
 
 @pytest.mark.parametrize("words", [
-    "--dp 2 --tp 2 --pp 2 --microbatches 3", "--dp 2 --zero 3 --microbatches 2",
-    "--dp 4 --shard 2 --zero 2", "--tp 2 --sp --pp 2 --schedule zb-h1", "--cp 2 --tp 2",
+    "--dp 2 --tp 2 --pp 2 --microbatches 3", "--dp 4 --shard 2 --zero 3", "--cp 2 --tp 2 --sp",
     "--dp 2 --ep 2 --tp 2 --experts 4"])
 def test_watch_tells_every_message_that_the_groups_count(corpus, words):
     cfg = flags_of(words.split(), corpus)

@@ -19,9 +19,9 @@ import torch
 from data import batches
 from data.batches import Data, load_tokenizer
 from data.files import FileError
-from data.prepare import BYTES, PATTERN, learn_bpe, prepare, read_source, train_and_val
+from data.prepare import BYTES, PATTERN, learn_bpe, main, prepare, read_source, train_and_val
 from model import ABSENT
-from tests.harness import HERE, VOCAB, refused
+from tests.harness import HERE, VOCAB, one_line
 
 
 def flags_of(data, block_size=8, batch_size=36, microbatches=1, seed=1337):
@@ -125,7 +125,7 @@ def test_data_that_differ_have_other_fingerprints(tmp_path):
 def test_the_first_process_of_a_machine_prepares_a_corpus_and_the_others_wait(
         corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
-    monkeypatch.setattr(batches, "prepare", lambda sources, out: shutil.copytree(corpus, out))
+    monkeypatch.setattr(batches, "prepare", lambda out: shutil.copytree(corpus, out))
     monkeypatch.setattr(batches.time, "sleep", lambda seconds: Data(flags_of("stdlib")))
     assert Data(flags_of("stdlib"), local_rank=1).vocab_size == VOCAB
     assert capsys.readouterr().out == "preparing stdlib as a corpus, once\n"
@@ -149,10 +149,8 @@ NO_DATA = [
     ("train.bin", os.mkfifo, "train.bin is not a regular file"),
     ("val.bin", (SIXES + 61).astype("<u2").tobytes(), "val.bin holds token id 67, but the vocab"),
     ("meta.json", {"val_tokens": 701}, "val.bin is damaged: 198 bytes, not 701 tokens of uint16"),
-    ("meta.json", {"val_tokens": [9]}, "val.bin is damaged: 198 bytes, not [9] tokens of uint16"),
     ("meta.json", b"[" * 10**5, "meta.json: not JSON ("),
     ("meta.json", b"[1]", "meta.json: not a JSON object"),
-    ("meta.json", b"\xff\xfe\n", "meta.json: not JSON ("),
     ("meta.json", b"{}", "meta.json: vocab_size is None, not a number above 0, up to 2^31"),
     ("meta.json", {"vocab_size": 10**12}, "vocab_size is 1000000000000, not a number abo"),
     ("meta.json", {"bytes_per_token": 0}, "bytes_per_token is 0, not a number above 0"),
@@ -160,7 +158,6 @@ NO_DATA = [
     ("meta.json", {"tokenizer": ["x"]}, "tokenizer is ['x']; bpe, gpt2 and bytes can be read"),
     ("meta.json", {"tokenizer": "gpt2"}, "vocab_size is 67, but its tokenizer (gpt2) has 50257 to"),
     ("vocab.tiktoken", zeros, "vocab.tiktoken: larger than 64 MiB"),
-    ("vocab.tiktoken", b"\0\xff", "vocab.tiktoken: line 1 is b'\\x00\\xff', not a new token in"),
     ("vocab.tiktoken", LINES + b"~~ 256", "vocab.tiktoken: line 257 is b'~~ 256', not a new token"),
     ("vocab.tiktoken", LINES + b"AA== 256", "vocab.tiktoken: line 257 is b'AA== 256', not a new"),
     ("vocab.tiktoken", LINES[:-9], "vocab.tiktoken: not every byte is a token")]
@@ -302,11 +299,12 @@ def test_files_of_a_folder_that_are_no_text_are_skipped_and_counted(tmp_path, ca
     ("/dev/zero", "/dev/zero is not a regular file"),
     ("small", "small to split; give at least 1000 bytes"), ("empty", "no file of UTF-8 text in"),
     ("texts --out /proc/x", "/proc/x: cannot be written (")])
-def test_what_prepare_cannot_do_is_one_line(words, says, tmp_path):
+def test_what_prepare_cannot_do_is_one_line(words, says, tmp_path, capsys, monkeypatch):
     write_texts(tmp_path / "texts")
     (tmp_path / "small").write_text("a text\n")
     (tmp_path / "empty").mkdir()
-    assert says in refused(HERE / "data/prepare.py", *words.split(), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert says in one_line(main, ["prepare.py", *words.split()], capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("stdout", ["> /dev/full", "| true", ">&-"])

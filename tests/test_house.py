@@ -69,6 +69,8 @@ def test_arrows_point_down():
 def test_the_trainer_needs_nothing_of_run():
     at_once = {module for module in AT_ONCE["train"] if room(module) == "run"}
     assert at_once <= {"run.launch"}  # under if __name__ == "__main__"
+    trainer, = [node for node in TREES["train"].body if getattr(node, "name", "") == "Trainer"]
+    assert not imported(ast.walk(trainer))
 
 
 def test_messages_pass_through_the_ground():

@@ -1,8 +1,7 @@
 """Every layout equals one process: layouts beyond test_all.py's page, validation, fewer bits within
-their rounding, the bytes of a step; and a Trainer needs nothing of run/."""
+their rounding, the bytes of a step."""
 
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from experts import kind_of
 from model import build
 from sizes import config_of
-from test_all import BATCH, TOLERANCE, differences, one_process
+from test_all import BATCH, TOLERANCE, one_process
 from tests.harness import VOCAB, close, in_layout, make_trainer, run, whole_slices
 
 # Flags of train.py, with the page's sizes: 36 sequences of 8 tokens, 67 words; 3 blocks, 24 wide. A
@@ -173,23 +172,3 @@ def test_tensor_and_pipeline_ranks_send_the_bytes_of_the_formulas(corpus, words)
     assert sum(sent["world"] for sent, _ in got) == 2 * (len(got) - 1) * 3
     others = {"pp", "pp_ends", "tp", "world"} | ({"shard_ep_cp"} if cfg.dp > 1 else set())
     assert not any(sent[name] for sent, _ in got for name in sent.keys() - others)
-
-
-# ---- a Trainer without run/ ----
-
-
-def _without_run(rank, cfg):
-    hidden = {name: module for name, module in sys.modules.items()
-              if name.split(".")[0] == "run"}
-    sys.modules.update(dict.fromkeys(hidden))  # None: cannot be imported
-    try:
-        with pytest.raises(ImportError):
-            import run.log  # noqa: F401
-        return differences(rank, cfg)[0]
-    finally:  # (patch.dict would also forget what torch imports meanwhile)
-        sys.modules.update(hidden)
-
-
-def test_a_trainer_needs_nothing_of_run(corpus):
-    for worst in in_layout("--tp 2 --pp 2 --microbatches 3", corpus, _without_run)[1]:
-        assert (worst < TOLERANCE).all()
