@@ -7,7 +7,8 @@ sizes.py).
     python sample.py --prompt "def " --out out --samples 3
 """
 
-from run.flags import Parser, drop, fail
+from data.files import drop
+from run.flags import Parser, fail
 from run.launch import say  # (importing run.launch also makes Ctrl-C end without a traceback)
 
 

@@ -109,7 +109,7 @@ def clone(tmp_path):
     if not shutil.which("git"):
         pytest.skip("git brings the file back")
     tree = tmp_path / "clone"
-    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare")
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib")
     shutil.copytree(HERE, tree, ignore=hidden)
     for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -qm whole"):
         subprocess.run(["git", *words.split()], cwd=tree, check=True)

@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 
-from data.files import drop, say  # noqa: F401 (drop: for sample.py)
+from data.files import say
 from run.weights import sizes_of
 from schedules import SCHEDULES
 from sizes import WIDTHS
