@@ -17,6 +17,7 @@ from tests.harness import VOCAB, close, in_layout, make_trainer, run, whole_slic
 # Flags of train.py, with the page's sizes: 36 sequences of 8 tokens, 67 words; 3 blocks, 24 wide. A
 # width of 25: D divides few sizes. A fork adds its layouts
 EVERY = """
+    --tp 3 --sp --block-size 24 --microbatches 2 --recompute
     --dp 3 --zero 1 --microbatches 4 --recompute --n-embd 25 --n-head 5
     --dp 3 --zero 2 --microbatches 4 --recompute --n-embd 25 --n-head 5
     --dp 3 --zero 3 --microbatches 4 --recompute --n-embd 25 --n-head 5
@@ -26,7 +27,6 @@ EVERY = """
     --dp 4 --shard 2 --cp 2
     --dp 2 --tp 2 --zero 3 --collectives native --microbatches 2
     --tp 3 --pp 2 --schedule gpipe --microbatches 2
-    --tp 3 --sp --block-size 24 --microbatches 2 --recompute
     --pp 4 --microbatches 3 --n-embd 25 --n-head 5 --recompute
     --dp 2 --pp 4 --microbatches 2 --zero 2
     --pp 3 --schedule interleaved --microbatches 9 --zero 1 --n-layer 4
