@@ -222,7 +222,7 @@ def demo_command(name, words):
 WORDS = """\
 F0: forward of microbatch 0. B0: its backward; or its halves, I0 for the gradient of the input, W0
 for those of the weights. Lower case: a rank's second stage. Dashes: the action goes on. Dots: the
-rank waits. Makespan: time of a step. The bubble is the share of it in which the slowest rank waits.
+rank waits. Makespan: time of a step. Bubble: the largest share of that time in which a rank waits.
 In flight: microbatches whose activations rank 0, 1, ... holds at most. Long rows are cut."""
 
 
@@ -281,6 +281,11 @@ def draw_schedule(file, title, times):
     Path(file).write_text("\n".join([*shapes, "</svg>\n"]))
 
 
+def four_numbers(words):
+    first, second, third, fourth = map(float, words.split(","))
+    return first, second, third, fourth
+
+
 def schedules_command(words):
     """schedules 1f1b 4 8: the timeline of a schedule, and its figures. schedules 4 8: the figures
     of every schedule, one line each."""
@@ -289,13 +294,10 @@ def schedules_command(words):
                         help=", ".join(SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")
-    parser.add_argument("--costs", default=(1, 1, 1, 0), metavar="F,I,W,comm",
-                        type=lambda words: tuple(map(float, words.split(","))))
+    parser.add_argument("--costs", type=four_numbers, default=(1, 1, 1, 0), metavar="F,I,W,comm")
     parser.add_argument("--svg", metavar="FILE", help="write NAME's picture there")
     args = parser.parse_args(words)
     P, m = args.P, args.m
-    if len(args.costs) != 4:
-        parser.error("--costs takes four numbers: F,I,W,comm, such as 1,1,1,0")
     if not 0 < P <= 500 or not 0 < m <= 20000 / P:
         parser.error(f"{P} ranks, {m} microbatches: at most 500 ranks, and 20,000 pairs of both")
     fitting = [name for name in SCHEDULES if m % P == 0 or not SCHEDULES[name].in_rounds]
