@@ -44,13 +44,13 @@ from collectives import all_reduce
 from data.batches import Data
 from experts import balance_loss, kind_of
 from model import build, from_seed
+from optimizer import learning_rate
 from run.flags import check_device, check_layout, parse
 from sizes import config_of
 
 TOLERANCE = 1e-10
 VOCAB = 67  # no T divides it
 BATCH, LENGTH = 36, 8
-RATES = (5e-3, 1e-2, 5e-3)  # the warm-up's middle and end, and the cosine's middle
 
 # Flags of train.py
 LAYOUTS = """
@@ -161,6 +161,10 @@ def flags_of(words, folder, **fields):
     check_layout(cfg, world=1)
     check_device(cfg, 1, torch.cuda.device_count())
     return cfg
+
+
+# Learning rates of the three steps: the warm-up's middle and end, the cosine's middle
+RATES = [learning_rate(flags_of([], ""), step) for step in range(3)]
 
 
 def batch(folder, step, length):
