@@ -338,7 +338,8 @@ def divisors(n):
 def layouts(model, gpus, gpu, batch_size):
     """Yields those to compare, of all that train.py accepts. Left out because others are never
     worse: tensor ranks without --sp, GPipe, context ranks for short sequences, ZeRO-2 and 3 in a
-    pipeline (a message a microbatch)."""
+    pipeline (a message a microbatch). A fork's schedule, too, of which activations() and
+    step_seconds() do not know the memory and the bubble."""
     sizes = {name: value for name, value in vars(model).items() if hasattr(Config, name)}
     sizes.update(arch=model.arch, experts=model.n_experts, dtype="bfloat16")
     for tp, cp, pp, ep, zero, schedule, recompute, sequences in product(

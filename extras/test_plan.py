@@ -148,7 +148,7 @@ def held_and_sent(rank, cfg):
     "--tp 2 --pp 2 --microbatches 6",
     "--pp 2 --schedule interleaved --microbatches 4",
     "--pp 3 --schedule zb-h1 --microbatches 4",
-    "--pp 2 --schedule gpipe --microbatches 3 --dtype float32",
+    "--pp 2 --schedule gpipe --microbatches 9 --dtype float32",
     "--cp 2 --tp 2 --sp",
     "--experts 4",
     "--dp 2 --ep 2 --experts 4 --zero 1",

@@ -45,10 +45,10 @@ def test_schedules_are_drawn_and_compared(tmp_path, capsys):
     show.schedules_command(["gpipe", "2", "2"])
     assert "rank 1  ...F0 F1 B0--- B1--- ......" in capsys.readouterr().out
     show.schedules_command(["4", "8"])
-    lines = capsys.readouterr().out.splitlines()[: len(schedules.SCHEDULES)]
-    bubbles = [re.match(r"(\S+) .* bubble (\S+)  in flight \[", line).groups() for line in lines]
-    assert bubbles == [("gpipe", "27.27%"), ("1f1b", "27.27%"), ("interleaved", "15.79%"),
-                       ("zb-h1", "11.11%")]  # the formulas of schedules.py
+    bubbles = dict(re.findall(r"(\S+) .* bubble (\S+)  in flight \[", capsys.readouterr().out))
+    assert set(bubbles) == set(schedules.SCHEDULES)  # these four by the formulas of schedules.py
+    assert {"gpipe": "27.27%", "1f1b": "27.27%", "interleaved": "15.79%", "zb-h1": "11.11%"}.items(
+        ) <= bubbles.items()
 
 
 def test_sizes(capsys):
