@@ -271,6 +271,7 @@ def export(checkpoint, to):
     config = model.config
     if config.n_experts:
         raise FileError(f"{checkpoint}: has experts, which neither GPT-2 nor Llama has")
+    settings = json.dumps(settings_of(config), indent=1)
     form = "gpt2" if config.arch == "gpt2" else "llama"
     tensors = {}
     for name, param in model.canonical_parameters():
@@ -283,7 +284,7 @@ def export(checkpoint, to):
         file.write(head)
         for part in tensors.values():
             file.write(part.contiguous().numpy().data)
-    (to / CONFIG).write_text(json.dumps(settings_of(config), indent=1))
+    (to / CONFIG).write_text(settings)
 
 
 def main():
