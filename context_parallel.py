@@ -223,7 +223,7 @@ def ring_attention(q, k, v, group):
     """causal_attention over tokens split by zigzag: a rank starts with its own keys, and after N-1
     hops every query has met all keys. q, result (B, nh, S/N, hs); k, v (B, n_kv, S/N, hs)."""
     # The kernels read the last dim with stride 1, and give wrong numbers for others. (The gradient
-    # of the result has stride 1: it is a view of that of c_proj's input)
+    # has stride 1: it is a view of the gradient of c_proj's input)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return RingAttentionFunction.apply(q, k, v, group)
 

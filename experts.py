@@ -107,7 +107,7 @@ class MixtureOfExperts(nn.Module):
         # Sorted by expert: chosen [[0, 2], [2, 1]] gives the order 0 3 1 2, so the tokens 0 1 0 1
         row_to_expert = chosen.flatten()  # (B * S * k,)
         order = row_to_expert.argsort(stable=True)
-        row_to_token = order // self.top_k  # of the sorted rows
+        row_to_token = order // self.top_k  # the token of each sorted row
         counts = torch.zeros(self.n_experts, dtype=torch.long, device=x.device)
         counts.scatter_add_(0, row_to_expert, torch.ones_like(row_to_expert))  # rows per expert
         outputs = self.run_rows(flat_x[row_to_token], counts)  # (B * S * k, C)

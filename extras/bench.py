@@ -270,7 +270,7 @@ def pipelining(job):
     tied = part[-1].lm_head.weight if is_last else part[0].wte.weight
 
     def forward_backward():
-        losses = []  # of the microbatches; stays empty on the first rank
+        losses = []  # losses of the microbatches; stays empty on the first rank
         schedule.step(*inputs, target=targets, losses=losses)
         dist.all_reduce(tied.grad)
         return float(sum(losses))
@@ -402,7 +402,7 @@ SIZES = {  # name: flags of train.py
 
 class Row(NamedTuple):
     name: str
-    size: str  # of SIZES; of a collective: its tensor's, such as "64 KB"
+    size: str  # a key of SIZES, or the bytes of a collective, "64 KB"
     layout: str  # flags of train.py
     theirs: object  # Job -> step function
     ours: object = our_trainer
@@ -462,7 +462,7 @@ def race(rank, row, cfg, args):
     warnings.simplefilter("ignore")  # torch's side warns
     job = Job(row, cfg, args)
     steps = []  # side 0 is ours, side 1 the peer's
-    losses = torch.zeros(2, 2)  # of the first two turns, a column for each side
+    losses = torch.zeros(2, 2)  # losses of the first two turns, a column for each side
     peaks = []
 
     def turn(side):

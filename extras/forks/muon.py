@@ -51,7 +51,7 @@ def whole_matrix(piece, tag, start, sharded, tp):
     if tag.slice_shape == tag.shape:
         return held.view(tag.shape)
     full = piece.new_zeros(tag.shape)
-    places = tag.slice(torch.arange(full.numel()).view(tag.shape))  # of this rank's elements
+    places = tag.slice(torch.arange(full.numel()).view(tag.shape))  # indices of its elements
     full.view(-1)[places.flatten().to(full.device)] = held
     return all_reduce(full, tp)
 
