@@ -301,4 +301,5 @@ def split_sequences(model, group, attention="ring"):
     if group.size > 1:
         for block in model.layers[1:-1]:
             block.attn.attend = attend
+            block.attn.uncompiled = ("attend",)  # it sends messages (model.compile_layers)
     return positions

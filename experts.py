@@ -88,6 +88,8 @@ class Router(nn.Linear):
 class MixtureOfExperts(nn.Module):
     """A router and its experts, in place of a block's MLP."""
 
+    uncompiled = ("run_experts", "sum_choices")  # messages, and data-dependent sizes (model.py)
+
     def __init__(self, config):
         super().__init__()
         self.n_experts = config.n_experts

@@ -180,6 +180,19 @@ class GPT(nn.Module):
         return [self.layers[0]]
 
 
+def compile_layers(model):
+    """torch.compile the embedding and each block (--compile). `uncompiled` of a module: the names of
+    its methods that stay Python, because they send messages, or make tensors whose size depends on
+    the data."""
+    embedding, *blocks, _ = model.layers
+    for module in model.modules():
+        for name in getattr(module, "uncompiled", ()):
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    embedding.forward = torch.compile(embedding.forward)
+    for block in blocks:
+        block.compute = torch.compile(block.compute)
+
+
 def generator_of(seed, name):
     """The source of the random values of the parameter with this canonical name."""
     # sha256, not hash(): Python salts hash() anew in each process. 7 bytes fit a seed (int64)

@@ -132,6 +132,8 @@ class Column(nn.Module):
     """x, whole in width -> a slice of y = x W^T + b. Holds this rank's rows of W, which are columns
     of W^T."""
 
+    uncompiled = ("forward",)  # it sends messages (model.compile_layers)
+
     def __init__(self, linear, group, f, parts=(), deferred=None):
         super().__init__()
         self.group, self.f, self.deferred = group, f, deferred
@@ -144,6 +146,8 @@ class Column(nn.Module):
 
 class Row(nn.Module):
     """A slice of x -> whole y. The bias, if any, is replicated, and added once, after the sum."""
+
+    uncompiled = ("forward",)
 
     def __init__(self, linear, group, g, deferred=None):
         super().__init__()
@@ -170,6 +174,8 @@ def to_local(idx, start, stop):
 
 class VocabularyEmbedding(nn.Module):
     """Each token's row is on one rank; the other ranks add zero to it."""
+
+    uncompiled = ("forward",)
 
     def __init__(self, embedding, group, g):
         super().__init__()

@@ -28,15 +28,15 @@ import torch
 from collectives import all_reduce
 from context_parallel import split_sequences
 from data.batches import Data
-from experts import MixtureOfExperts, on_meta, shapes_of, spread_experts
+from experts import on_meta, shapes_of, spread_experts
 from mesh import Mesh
-from model import Attention, Block, Embedding
+from model import compile_layers
 from optimizer import AdamW, LossScale, learning_rate
 from pipeline import Pipeline, tie_ends
 from schedules import SCHEDULES, cut, placement
 from shard import tag_whole
 from sizes import config_of
-from tensor_parallel import Column, Row, VocabularyEmbedding, split_matrices
+from tensor_parallel import split_matrices
 from zero import REDUCERS
 
 
@@ -93,7 +93,7 @@ class Trainer:
         for block in model.layers[1:-1]:
             block.recompute = cfg.recompute
         if cfg.compile:
-            compile_layers(model.layers)
+            compile_layers(model)
         stages = {s: list(model.layers[start:stop]) for s, (start, stop) in enumerate(self.cuts)
                   if self.where[s] == mesh.group("pp").rank}  # {stage: its layers} of this rank
 
@@ -154,26 +154,6 @@ def make_mesh(cfg, device):
     """The ranks on the axes that the flags name."""
     return Mesh(device, cfg.timeout, native=cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp,
                 cp=cfg.cp, tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
-
-
-def compile_layers(layers):
-    """Compile each layer but the head (--compile). Functions that send messages, or make tensors of
-    data-dependent size, stay Python."""
-    for layer in layers:
-        for module in layer.modules():
-            names = []
-            if isinstance(module, (Column, Row, VocabularyEmbedding)):
-                names = ["forward"]
-            elif isinstance(module, MixtureOfExperts):
-                names = ["run_experts", "sum_choices"]
-            elif isinstance(module, Attention) and "attend" in vars(module):
-                names = ["attend"]  # replaced in split_sequences
-            for name in names:
-                setattr(module, name, torch.compiler.disable(getattr(module, name)))
-        if isinstance(layer, Block):
-            layer.compute = torch.compile(layer.compute)
-        elif isinstance(layer, Embedding):
-            layer.forward = torch.compile(layer.forward)
 
 
 # ---- the loop ----
