@@ -10,9 +10,9 @@ collectives, --collectives native, the default on GPUs). A tensor of n bytes is 
     all_reduce        all ranks end with the sum of all: the two above    2 n (N-1)/N
     all_to_all        rank i's j-th tensor, of n/N bytes, goes to rank j  n (N-1)/N
 
-No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops (of two ranks:
-one, all_reduce_of_two): in a hop each rank sends one message, which takes latency + n/N /
-bandwidth. All ranks end with the same bits.
+No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops: in a hop each
+rank sends one message, which takes latency + n/N / bandwidth. (Two ranks take one hop, with n
+bytes: all_reduce_of_two.) All ranks end with the same bits.
 
     python -m extras.show collectives  a ring of 4 processes, hop by hop, and the bytes it sends
 """
@@ -186,7 +186,8 @@ OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}
 
 
 def run_native(collective, group, *args):
-    """Run one of torch's own collectives. It bypasses exchange(): bytes_sent does not count it."""
+    """Run one of torch's own collectives. It bypasses exchange(): bytes_sent does not count it.
+    (Those that cut a tensor take equal chunks only: where N does not divide, the ring runs.)"""
     with naming(f"rank {group.ranks[group.rank]}: group {group.name}, {collective.__name__}"):
         collective(*args, group=group.native)
 
@@ -217,7 +218,7 @@ def all_gather(tensor, group):
     N, r = group.size, group.rank
     if group.native and tensor.numel() % N == 0:
         own = own_chunk(tensor, group)
-        # gloo's input must not overlap its output
+        # In torch's all-gather on CPUs input and output must not overlap
         run_native(ALL_GATHER, group, flat_view(tensor), own if own.is_cuda else own.clone())
         return tensor
     chunks = flat_view(tensor).tensor_split(N)  # flat views, as equal as n allows

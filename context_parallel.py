@@ -55,8 +55,8 @@ def choose_kernel(q, k, v):
     """The kernel for all rounds of q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs). On a GPU: the
     kernel that torch's own attention chooses, cuDNN's on Hopper and Blackwell, FlashAttention on
     other cards since the A100, both in 16 bits; else EFFICIENT. Torch is asked with half of the
-    tokens, the fewest of a call (visible), because cuDNN takes no length of 1. None on a CPU, which
-    has only one kernel."""
+    tokens, the fewest that a round takes (visible), because cuDNN takes no length of 1. None on a
+    CPU, which has only one kernel."""
     if not q.is_cuda:
         return None
     q, k, v = (x[:, :, : x.size(2) // 2] for x in (q, k, v))

@@ -6,15 +6,16 @@ that share a sequence sum their gradients, too: then D counts all these ranks.)
 
 No average is taken. The loss was divided by the number of tokens in the whole batch before
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
-are one message, and it travels while backward computes those of the layer before. With several
-microbatches it travels during the last backward only. A rank that has one core sends at the end
-(transport/background.py). PyTorch Distributed, arXiv 2006.15704.
+are summed in one all-reduce, which runs while backward computes those of the layer before. With
+several microbatches it runs during the last backward only. A rank that has one core runs all of
+them after backward (transport/background.py). PyTorch Distributed, arXiv 2006.15704.
 
     time ->
     computes  forward | backward: head | block 3 | block 2 | block 1 | embedding |           | AdamW
-    sends                              | head    | block 3 | block 2 | block 1   | embedding |
+    all-reduces                        | head    | block 3 | block 2 | block 1   | embedding |
 
-    torchrun train.py --dp 2        python -m extras.show ddp: a small GPT on 4 ranks
+    torchrun train.py --dp 2
+    python -m extras.show ddp       a small GPT on 4 ranks
 """
 
 import torch
@@ -24,10 +25,10 @@ from collectives import all_reduce
 
 class Flat:
     """One tensor for those parameters of a layer that have their gradients summed over the same
-    groups. Each parameter is a view of the tensor, and a message carries a layer. (Flats of their
-    own: a weight that two layers share, experts, and under --sp what is replicated.) The tensor is
-    padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each rank of the
-    ZeRO group (shard.py).
+    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (A weight that
+    two layers share, experts and, under --sp, replicated parameters get Flats of their own.) The
+    tensor is padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each rank
+    of the ZeRO group (shard.py).
 
     D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5:
 
@@ -51,9 +52,7 @@ class Flat:
         self.weights = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = None  # their gradients, arranged like the weights
         self.grad_views = {}  # parameter -> its gradient's place in self.grads
-        # Gradients that the current backward has yet to compute. expect() sets it anew for the
-        # backward whose gradients are sent; in other backwards the number means nothing
-        self.missing = 0
+        self.missing = 0  # while in DDP.queue: gradients that backward has yet to compute
         for param in params:
             view = self.view(self.weights, param)
             view.copy_(value(param.tag))
@@ -71,9 +70,10 @@ class Flat:
 
     def pieces(self, part, first):
         """part: a stretch of the weights or gradients, which begins at index `first` of the Flat.
-        Returns (tag, start, values) for each parameter: its elements within the part, of which the
-        first is its number `start`. A parameter outside of the part has no elements there, and is
-        listed all the same, so that a test can sum up the ranks' pieces, parameter by parameter."""
+        Returns (tag, start, values) for each parameter. values: its elements within the part, one
+        dim; start: the index in the parameter of the first of them. A parameter outside of the part
+        has no elements there, and is listed all the same: every rank lists the same parameters in
+        the same order."""
         found = []
         for param, offset in self.offsets.items():
             low = max(offset, first)
@@ -97,11 +97,11 @@ def flats_of(stages, value, dtype, device):
     Stage 0 of a GPT with a tied matrix, [embedding, block, head]. The two users of wte make it a
     Flat of its own, and its gradient is complete when backward reaches the first of them:
 
-        users                 parameters                yields (0, Flat), in this order
-        embedding and head    wte                       4
-        embedding             wpe                       3
-        block                 ln_1, c_attn, ...         2
-        head                  ln_f                      1"""
+        users                 parameters                yielded
+        embedding and head    wte                       last
+        embedding             wpe                       third
+        block                 ln_1, c_attn, ...         second
+        head                  ln_f                      first"""
     users = {}  # parameter -> the layers that use it, (stage, index), in the order of forward
     for stage, layers in stages.items():
         for i, layer in enumerate(layers):
@@ -124,8 +124,8 @@ class DDP:
     runs messages while backward goes on (transport/background.py). ZeRO (zero.py) shards what is
     replicated here. All four classes have the same members:
 
-        weights        what this rank's optimizer steps, in place: a tensor per parameter, the whole
-                       of it (ZeRO: the piece of it in this rank's chunk)
+        weights        what this rank's optimizer steps, in place: a tensor of one dim per
+                       parameter, all of it (ZeRO: the piece of it in this rank's chunk)
         tags, starts   the tag of each of `weights`, and the index in the tag's slice at which it
                        starts
         frozen         (tag, start, weights) of parameters that are not trained
@@ -138,10 +138,10 @@ class DDP:
         whole()        (tag, this rank's whole slice) of every parameter
         sharded        True under ZeRO: each replica's optimizer steps different pieces
 
-    A gradient's way: autograd computes param.grad and calls grad_added(), collect() moves it into
-    Flat.grads, start() starts the sum over the ranks once the Flat is complete, gradients() waits
-    for it. Before expect() no Flat is in the queue: gradients of earlier microbatches add up, for
-    DDP and ZeRO-1 in Flat.grads.
+    The path of a gradient: autograd computes param.grad and calls grad_added(), collect() moves it
+    into Flat.grads, start() starts the sum over the ranks once the Flat is complete, gradients()
+    waits for it. Under DDP and ZeRO-1 only the expect() before a stage's last backward fills the
+    queue; until then the microbatches' gradients add up in Flat.grads.
     """
 
     sharded = False
@@ -181,7 +181,7 @@ class DDP:
 
     def expect(self, stage, is_final):
         if is_final or self.every_microbatch:
-            self.start_rest()
+            self.start_rest()  # what the backward before has left: Flats that lack a gradient
             self.queue = [*self.flats[stage]]
             for flat in self.queue:
                 flat.missing = len(flat.params)
@@ -194,15 +194,16 @@ class DDP:
         """Called by autograd when param.grad is complete, once in each backward. (For a tied
         weight: after the gradients of both its users.)"""
         flat = self.home[param]
-        # ZeRO-2 with a backward cut in two: the first half runs before expect(). Its gradients
-        # stay in param.grad, and complete() collects them
-        if flat in self.queue or not self.every_microbatch:
+        if flat in self.queue:
             self.collect(param, flat)
-        flat.missing -= 1
-        # In the order of the queue, which is the same on all replicas. A message carries no name:
-        # in another order one replica's block 2 would be added to another's block 3
-        while self.queue and self.queue[0].missing == 0:
-            self.start(self.queue.pop(0))
+            flat.missing -= 1
+            # In the order of the queue, which is the same on all replicas. A message carries no
+            # name: in another order one replica's block 2 would be added to another's block 3
+            while self.queue and self.queue[0].missing == 0:
+                self.start(self.queue.pop(0))
+        elif not self.every_microbatch:  # a microbatch whose gradients are not yet to be sent
+            self.collect(param, flat)
+        # else ZeRO-2 or 3 with a backward that is cut in two: complete() will collect the gradient
 
     def start_rest(self):
         """Start the messages of the Flats that lack a gradient: a missing one counts as zeros."""

@@ -246,8 +246,8 @@ def replace_methods(mixture, group, sequence_groups):
         return run_on_ranks(rows, counts, mixture.experts, group)
 
     def sum_choices(choices):  # (B, n_experts): of this rank's tokens of B sequences -> of all
-        for ranks in sequence_groups:
-            all_reduce(choices, ranks)  # in place: nobody else reads them
+        for each in sequence_groups:
+            all_reduce(choices, each)  # in place: nobody else reads them
         return choices
 
     if group.size > 1:
@@ -283,8 +283,8 @@ def spread_experts(model, mesh, sp=False):
                 _, *sums = full.tag.sum_over  # instead of the first, the ZeRO group: same_experts
                 shared_by = full.tag.shared_by
                 if sp:
-                    sums = [ranks for ranks in sums if ranks is not tp]
-                    shared_by = tuple(ranks for ranks in shared_by if ranks is not tp)
+                    sums = [each for each in sums if each is not tp]
+                    shared_by = tuple(each for each in shared_by if each is not tp)
                 tag = replace(full.tag, ranges=(own,), shared_by=shared_by,
                               sum_over=(same_experts, *sums))
                 setattr(stack, name, take_slice(full, tag))

@@ -3,7 +3,8 @@
 N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T): neighbours
 in number differ in the last axis. Launchers number ranks machine by machine, so these neighbours
 share the fast links of a machine; ranks far apart talk over the network. So the axis that talks
-most comes last (innermost), ZeRO-3 aside:
+most comes last (innermost). (The axis of ZeRO stays outside, though ZeRO-3 talks much, too, because
+it has many ranks.)
 
     axis   splits                  messages
     rep    the batch               once per step, if ZeRO shards over fewer ranks (--shard)
@@ -14,13 +15,16 @@ most comes last (innermost), ZeRO-3 aside:
     tp     matrices                four all-reduces per block and microbatch, one each for
                                    embedding and head
 
-The D data ranks (--dp) lie along three axes, rep x shard x ep: mesh.group("dp") is all of them.
-ZeRO shards over the R ranks of shard x ep (and those of cp). For D = 8:
+Gradients are summed over rep, shard, ep and cp, whose ranks see different tokens.
 
-    no flag                 1 x 8 x 1
+The D data ranks (--dp) lie along three axes, rep x shard x ep: mesh.group("dp") is all of them. The
+flag --shard R says over how many data ranks ZeRO shards: those along shard and ep, so the axis
+`shard` has R / ep ranks. For D = 8:
+
+    no flag                 1 x 8 x 1     R = 8
     --shard 4               2 x 4 x 1     ZeRO shards over 4 ranks: two copies of each shard
-    --ep 2                  1 x 4 x 2     two data ranks divide the experts
-    --shard 4 --ep 2        2 x 2 x 2
+    --ep 2                  1 x 4 x 2     two data ranks divide the experts; R = 8
+    --shard 4 --ep 2        2 x 2 x 2     R = 4 again: 2 x 2 ranks
 
 A group along some axes: the ranks that differ in these axes only (drawn below).
 
@@ -28,16 +32,13 @@ A group along some axes: the ranks that differ in these axes only (drawn below).
 """
 
 import math
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from collectives import Group, naming
-from transport import shared_memory
 from transport.background import Background
-from transport.gloo import Gloo
-from transport.nccl import Nccl
+from transport.connect import connect_groups
 
 DATA = ("rep", "shard", "ep")  # the axes of the data ranks
 
@@ -77,22 +78,6 @@ def lay_out(sizes, axes):
     return ranks.movedim(dims, last).reshape(-1, size).tolist()
 
 
-def connection_options(device, timeout):
-    """How torch is to connect ranks on this device: keywords that init_process_group and new_group
-    share. timeout: seconds. On GPUs NCCL carries the messages."""
-    if device.type != "cuda":
-        return {"timeout": timedelta(seconds=timeout)}
-    # Twice our timeout, so that our own check (start_read in transport/nccl.py) reports first: at
-    # this limit NCCL's watchdog kills the process
-    limit = timedelta(seconds=2 * timeout)
-    # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait
-    # behind the matrix products that the GPU already has to do, whatever the priority of the stream
-    # that posts the message
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = limit  # torch warns if the two differ
-    return {"timeout": limit, "pg_options": options}
-
-
 class Mesh:
     """The world's ranks on named axes: Mesh(dp=2, pp=2, tp=2). A group is made when it is first
     asked for, by all ranks together: ask in the same order on all."""
@@ -110,10 +95,10 @@ class Mesh:
         # One process alone has no communicator (torch's ProcessGroup, which connects some ranks)
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
-        world = 1 if alone else dist.get_world_size()
-        assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
+        num_ranks = 1 if alone else dist.get_world_size()
+        assert num_ranks == math.prod(sizes.values()), f"{num_ranks} ranks for a mesh of {sizes}"
         self.groups = {}  # groups made so far, by name
-        self.world = self.join("world", [list(range(world))])
+        self.world = self.join("world", [list(range(num_ranks))])
         # Runs messages while the rank computes (ddp.py, zero.py)
         self.background = Background(self.device)
 
@@ -135,53 +120,12 @@ class Mesh:
 
     def join(self, name, all_ranks):
         """This rank's group called `name`. all_ranks: the ranks of every group of that name. Every
-        rank makes the communicators of all of these groups, also of those that it is not in,
-        because torch demands that."""
+        rank of the world calls this, in the same order."""
         if name not in self.groups:
-            # Alone, if no group has this rank. A lone GPU has a carrier, which sends nothing, for
-            # its start_read: so the host can post the next step before it reads this step's loss
-            carrier = Nccl(None, None, 0, self.timeout) if self.device.type == "cuda" else None
-            mine = Group(name, self.device, [self.rank], 0, carrier)
-            for ranks in all_ranks:
-                if len(ranks) > 1:
-                    with naming(f"rank {self.rank}: joining group {name}"):
-                        # NCCL: one communicator for sends to higher ranks, one for sends to lower
-                        # ranks (transport/nccl.py)
-                        ways = 2 if self.device.type == "cuda" else 1
-                        communicators = [self.new_communicator(ranks) for _ in range(ways)]
-                        if self.rank in ranks:
-                            mine = self.connect(name, ranks, communicators)
-            self.groups[name] = mine
+            with naming(f"rank {self.rank}: joining group {name}"):
+                carrier, communicator = connect_groups(all_ranks, self.rank, self.device,
+                                                       self.timeout)
+            ranks = next((ranks for ranks in all_ranks if self.rank in ranks), [self.rank])
+            self.groups[name] = Group(name, self.device, ranks, ranks.index(self.rank), carrier,
+                                      communicator if self.native else None)
         return self.groups[name]
-
-    def new_communicator(self, ranks):
-        """Returns a new ProcessGroup of torch. All ranks of the world call this, in the same order.
-        """
-        return dist.new_group(ranks, **connection_options(self.device, self.timeout))
-
-    def connect(self, name, ranks, communicators):
-        """This rank's group of these ranks, with the carrier of its messages. Every rank of the
-        group calls this."""
-        rank = ranks.index(self.rank)
-        if self.device.type == "cuda":
-            carrier = Nccl(*communicators, rank, self.timeout)
-        else:
-            links = shared_memory.connect(communicators[0], rank, self.timeout)
-            carrier = shared_memory.SharedMemory(links, Gloo(*communicators), self.timeout)
-        native = communicators[0] if self.native else None
-        return Group(name, self.device, ranks, rank, carrier, native)
-
-
-def grid(sizes):
-    """The ranks as text: a row for each group of tensor ranks, with its places on the other axes
-    (those of size 1 are left out). d: number of the data rank.
-    {shard: 2, pp: 1, tp: 2} gives "  d=0  ranks  0  1" and "  d=1  ranks  2  3"."""
-    lines = []
-    for ranks in lay_out(sizes, ["tp"]):
-        line = "  "
-        for axis in ("dp", "pp", "cp"):
-            mine = next(group for group in lay_out(sizes, [axis]) if ranks[0] in group)
-            if len(mine) > 1:
-                line += f"{axis[0]}={mine.index(ranks[0])} "
-        lines.append(f"{line} ranks " + " ".join(f"{rank:2d}" for rank in ranks))
-    return "\n".join(lines)

@@ -14,6 +14,7 @@ Other files replace or set parts of these layers:
     c_attn, c_fc, c_proj, wte, Head   matrices are split     split_matrices    tensor_parallel.py
     Embedding.positions               tokens are split       split_sequences   context_parallel.py
                                       tokens are split again split_matrices    tensor_parallel.py
+                                      a token at a time      next_logits       sample.py
     Attention.attend                  tokens are split       split_sequences   context_parallel.py
                                       a cache of keys        generate          sample.py
     Block.mlp                         experts                MixtureGPT        experts.py
@@ -181,9 +182,8 @@ class GPT(nn.Module):
 
 
 def compile_layers(model):
-    """torch.compile the embedding and each block (--compile). `uncompiled` of a module: the names of
-    its methods that stay Python, because they send messages, or make tensors whose size depends on
-    the data."""
+    """torch.compile the embedding and each block (--compile). A module lists in `uncompiled` the
+    methods that stay Python: they send messages, or make tensors whose size depends on the data."""
     embedding, *blocks, _ = model.layers
     for module in model.modules():
         for name in getattr(module, "uncompiled", ()):

@@ -7,9 +7,9 @@ Held: 1/P of the layers, and the saved activations of microbatches in flight (fo
 not yet): all m under GPipe, at most P - rank under 1F1B. (gloo and NCCL also hold what was sent,
 until the step ends; shared memory does not.)
 
-The price is the bubble: while the pipeline fills and drains, ranks idle, (P-1)/(m+P-1) of the time
-for P ranks and m microbatches. This file runs the lists of schedules.py: GPipe, arXiv 1811.06965;
-1F1B, PipeDream 1806.03377; interleaved, 2104.04473; zero bubble, 2401.10241.
+The price is the bubble: while the pipeline fills and drains, ranks idle, under GPipe and 1F1B
+(P-1)/(m+P-1) of the time for P ranks and m microbatches. schedules.py has these and two others,
+with their papers; this file runs the lists that it makes.
 
     torchrun train.py --pp 2
     python -m extras.show pipeline  # on 4 ranks
@@ -45,17 +45,17 @@ class Pipeline:
     tokens of a whole batch (of all replicas), by which the loss is divided. shape, dtype: those of
     an activation, (B, S, C). deferred: the list to which a backward that is cut in two, I and W,
     appends its deferred products (tensor_parallel.DeferredProduct); None: backwards are whole.
-    scale: the factor of the loss, a tensor (optimizer.LossScale).
+    loss_factor: a tensor (optimizer.LossScale).
 
     No deadlock: a rank waits for its sends after its last action, and for a message when its next
     action needs the message."""
 
-    def __init__(self, stages, group, cfg, shape, dtype, deferred, scale):
+    def __init__(self, stages, group, cfg, shape, dtype, deferred, loss_factor):
         self.stages = stages
         self.group = group
         self.shape, self.dtype = shape, dtype
         self.deferred = deferred
-        self.scale = scale
+        self.loss_factor = loss_factor
         self.num_tokens = cfg.batch_size * cfg.block_size
         self.where = placement(cfg.schedule, group.size)  # the rank of each stage
         self.lists = make_lists(cfg.schedule, group.size, cfg.microbatches)
@@ -77,7 +77,7 @@ class Pipeline:
 
         In: [(ids, targets)], this rank's tokens of the microbatches, the same on all ranks of the
         group; the reducer of this rank's gradients (ddp.py).
-        Out: the reducer can give the gradients. Returns this rank's part of the loss per token,
+        After: reducer.gradients() may be called. Returns this rank's part of the loss per token,
         without the balance loss, 0 without the last stage: a float64 tensor.
         """
         if reducer:
@@ -94,7 +94,7 @@ class Pipeline:
             elif kind == "B" and self.deferred is None:
                 reducer.expect(stage, is_final=action == self.final_action[stage])
                 self.backward(stage, k)
-            else:  # a schedule that splits backwards, some (of a fork's) or all: B, I or W
+            else:  # a schedule with I and W. (A B among them runs both, one after the other)
                 if kind in ("I", "B"):
                     self.backward(stage, k)
                     self.weight_work[stage, k] = [*self.deferred]
@@ -143,8 +143,8 @@ class Pipeline:
             grads[0] = self.take("gradient", stage, k)  # (B, S, C)
         roots, grads_of_roots = [], []
         for y, grad in zip(outputs, grads, strict=True):
-            if y.requires_grad:  # not, if a fork has frozen all weights before it
-                roots.append(y * self.scale if grad is None else y)
+            if y.requires_grad:  # False if a fork has frozen all weights before it
+                roots.append(y * self.loss_factor if grad is None else y)
                 grads_of_roots.append(grad)
         if roots:
             torch.autograd.backward(roots, grads_of_roots)

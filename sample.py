@@ -96,7 +96,7 @@ def next_logits(model, tokens, positions):
 @torch.no_grad()
 def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     """`samples` continuations of the list `ids` by n tokens each: lists that begin with `ids`. For
-    temperature and top_k see pick_tokens. After: the model's attention still has the caches.
+    temperature and top_k see pick_tokens. After: the model still has the caches and positions.
 
     The model sees the last block_size tokens, the window. Positions count from the window's
     beginning: once it is full, each new token shifts all others by one position, so keys and values
@@ -107,7 +107,7 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     rng = torch.Generator(out.device).manual_seed(seed)
     for i in range(n):
         length = out.size(1)
-        if i == 0 or length > window:  # no cache yet, or all positions have changed
+        if i == 0 or length > window:  # no cache yet, or the window has moved: all anew
             for block in blocks:
                 block.attn.attend = CachedAttention()
             tokens = out[:, -window:]

@@ -7,9 +7,9 @@ gradients of its weights.
                  bubble              in flight
     gpipe        (P-1) / (m+P-1)     m                 arXiv 1811.06965
     1f1b         (P-1) / (m+P-1)     P                 arXiv 1806.03377
-    interleaved  (P-1) / (vm+P-1)    P + (P-1)/v *     arXiv 2104.04473
+    interleaved  (P-1) / (vm+P-1)    P + (P-1)/v (a)   arXiv 2104.04473
     zb-h1        (P-1) / (3m+P-1)    P                 arXiv 2401.10241
-    * a microbatch in one of the rank's v stages counts 1/v
+    (a) a microbatch in one of the rank's v stages counts 1/v
 
 Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that a rank is idle
 between its first action and its last, on the rank for which that time is longest. In flight:
@@ -18,7 +18,8 @@ which holds their activations.
 
 make_lists lists each rank's Actions, which pipeline.py runs.
 
-    python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8
+    python -m extras.show schedules 1f1b 4 8
+    python -m extras.show schedules 4 8
 """
 
 from collections import Counter, deque
@@ -37,9 +38,9 @@ from typing import NamedTuple
 #           those of experts and of small weights come with I)
 # If a rank has several stages, an entry is a pair: ("F", 0) is a forward of the rank's first
 # stage, ("F", 1) of its second. A stage takes its microbatches in their order, forward and
-# backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. (So an
-# order cannot run the newest microbatch's backward first.) In the examples below, as in `python -m
-# extras.show schedules`, a digit is a microbatch: "F" "F" "B" "B" is F0 F1 B0 B1.
+# backward: its first "F" is the forward of microbatch 0, its second that of microbatch 1. In the
+# examples below, as in `python -m extras.show schedules`, a digit is a microbatch: "F" "F" "B" "B"
+# is F0 F1 B0 B1.
 
 
 def gpipe(P, m, v, rank):
@@ -76,13 +77,13 @@ def interleaved(P, m, v, rank):
     second, and so on; m is a multiple of P.
 
     P = 2, v = 2, m = 4 (0: the rank's first stage):
-        forwards of the rank's stage    0 0 1 1 0 0 1 1
-        backwards of the rank's stage   1 1 0 0 1 1 0 0"""
+        stage of each forward    0 0 1 1 0 0 1 1
+        stage of each backward   1 1 0 0 1 1 0 0"""
     forwards = [("F", i // P % v) for i in range(m * v)]
     backwards = [("B", v - 1 - i // P % v) for i in range(m * v)]
     # The first backward is of the rank's last stage. Before it run P forwards of each earlier
-    # stage, and twice 1F1B's warm-up. If messages took no time, once would do. With messages of
-    # 0.1 F a step with once is 7% longer than with twice (simulated: P 4, v 2, m 16)
+    # stage, and twice 1F1B's warm-up. If messages took no time, one warm-up would do. With messages
+    # of 0.1 F it makes a step 7% longer than two (simulated: P 4, v 2, m 16)
     num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 

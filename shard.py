@@ -39,7 +39,7 @@ import torch
 class Tag:
     name: str  # canonical name in the full model
     shape: torch.Size  # full shape
-    dim: int = 0  # the dim that is split
+    dim: int = 0  # the dim that is split; 0 if none is
     ranges: tuple = ()  # the [start, stop) of the full dim that this rank holds, in order
     # Groups whose ranks all hold this slice. The ZeRO group is not listed here, because ZeRO may
     # leave each of its ranks only a chunk of the slice

@@ -11,10 +11,11 @@ Sent per rank, block and microbatch: four all-reduces of the activation (two for
 4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss gathers
 T-1 numbers per token. --sp sends as much, in other pieces, and once a step the gradients of
 replicated parameters. Held: 1/T of the matrices, and of the activations inside of attention and
-MLP. With --sp also 1/T of the activations between them, but the whole gathered input of each
-column, two per block. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
+MLP. --sp splits the activations between them, too; each column, of which a block has two, still
+holds its whole gathered input. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
 
-    torchrun train.py --tp 2 --sp        python -m extras.show tensor_parallel: a GPT on 4 ranks
+    torchrun train.py --tp 2 --sp
+    python -m extras.show tensor_parallel       a small GPT on 4 ranks
 """
 
 import math
@@ -40,9 +41,8 @@ from shard import split
 
 def sum_in_place(x, group):
     """The sum of the ranks' x, written over x (if x is not contiguous: over a copy). Autograd does
-    not know, and need not: forward, x is the fresh output of a product or of a mask, which no
-    backward reads; in backward, the fresh gradient of a product's input, because f stands before
-    products only."""
+    not know, and need not: nobody else reads x. In forward it is the fresh output of a product or
+    of a mask; in backward the fresh gradient of a product's input."""
     return all_reduce(x.contiguous(), group)
 
 
@@ -222,7 +222,8 @@ def loss_of_logits(logits, targets, words, group):
     absent = (targets == ABSENT).unsqueeze(-1)
     target_logits = logits.gather(-1, local).masked_fill(outside, 0).sum()
     log_probs = logits.log_softmax(-1)  # among this rank's words: each logit less log_sum
-    log_sum = logits[:, :1] - log_probs[:, :1]  # (n, 1), from word 0; any other gives the same
+    # (n, 1): log_probs is logits - log_sum, so each word gives log_sum; here word 0
+    log_sum = logits[:, :1] - log_probs[:, :1]
     probs = log_probs.exp_()
     if group.size > 1:
         rank_log_sums = log_sum.new_empty(group.size, len(logits))  # (T, n)

@@ -10,8 +10,8 @@
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
 as it has ranks. One process trains the same model on whole batches, in a plain loop (one_process)
-that shares only the model and its initial values with train.py. Before the first step the weights
-have the loop's bits.
+that shares only the model, its initial values and the learning rates with train.py. Before the
+first step the weights have the loop's bits.
 
 The four numbers of a line: the largest difference of loss, gradients before clipping, norm and
 weights from the loop's, relative to the largest value there (at least 1e-3). float64 has 16 digits,

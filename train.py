@@ -63,20 +63,20 @@ class Trainer:
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # The ZeRO group, over which ZeRO shards: ranks that hold the same weights (but for experts,
-        # whose tags spread_experts narrows), and see different sequences (the axes shard and ep of
-        # mesh.py) or different tokens of a sequence (cp). With --shard this group is smaller, and
-        # the other ranks with the same weights are along rep
+        # The ZeRO group: the ranks that hold the same weights and see different tokens, over which
+        # gradients are summed, and ZeRO shards. They are the data ranks (axes shard and ep of
+        # mesh.py) and those that share their sequences (cp). With --shard the group is smaller, and
+        # rep is the axis of the other data ranks. (spread_experts narrows the group for experts)
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
-        # Each call cuts the model, in place, to what this rank has: its tokens of each sequence,
-        # its slice of each matrix, its experts; and updates the tags of what it cuts. (In a
-        # group of one all positions are this rank's, and only the head is replaced.)
-        # self.positions: the places of this rank's tokens in their sequence
+        # Each call adapts the model, in place, to what this rank has: its tokens of each sequence,
+        # its slice of each matrix, its experts; the last two also update the tags. (In a group of
+        # one all tokens are this rank's, and only the head is replaced, by one that never holds all
+        # logits.) self.positions: the places of this rank's tokens in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
-        # appends the products that it leaves to the second. None: backwards are whole
+        # appends the weights' gradients that it leaves to the second. None: backwards are whole
         deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
@@ -86,8 +86,8 @@ class Trainer:
         # pipeline rank of stage s; cuts[s]: (start, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp)
         self.cuts = cut(config.layer_costs(), len(self.where))
-        # If first and last stage are on two ranks (not in a V-shaped schedule of a fork), both hold
-        # the tied matrix: tag it, so that its gradient is summed over the two
+        # If first and last stage are on two ranks, both hold the tied matrix: tag it, so that its
+        # gradient is summed over the two
         if self.where[0] != self.where[-1]:
             tie_ends(model.layers, mesh.ends("pp"))
         for block in model.layers[1:-1]:
@@ -120,13 +120,15 @@ class Trainer:
         """One step of training on [(ids, targets)]. Returns three tensors, the same on every rank:
         the loss per token; the global norm of the gradients, nan if the loss is not finite; and the
         number of ranks that were asked to stop."""
-        self.grads = []  # free those of the step before (ZeRO-2, 3; DDP and ZeRO-1 keep theirs)
+        self.grads = []  # frees those of the step before under ZeRO-2, 3 (else ddp.Flat keeps them)
         # Forward and backward. The pipeline divides each loss by the tokens of the whole batch
-        # before backward. own_loss: this rank's part of the loss per token; 0 without the last
-        # stage. All tensor ranks compute the same loss: each adds 1/tp of it
+        # before backward. own_loss: this rank's term of the loss per token, which is the sum over
+        # the world: data and context ranks have different tokens, a rank without the last stage has
+        # 0, and the tp tensor ranks have the same loss, so each gives 1/tp of it
         own_loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
-        self.grads = self.reducer.gradients()  # summed over the groups that the tags name
-        own_square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
+        # This rank's weights' or, under ZeRO, its chunks' gradients, summed over ranks (tags)
+        self.grads = self.reducer.gradients()
+        own_square = self.optimizer.square(self.grads)  # this rank's term of the norm's square
 
         own_asked = torch.full_like(own_loss, self.stop_asked)
         sums = all_reduce(torch.stack([own_loss, own_square, own_asked]), self.mesh.world)
@@ -138,8 +140,8 @@ class Trainer:
         return loss, norm, asked
 
     def validate(self, data, num_batches=None):
-        """Returns the loss per token of the windows of val.bin (block_size tokens each), the same
-        on every rank. num_batches: how many batches of windows to take; None: all."""
+        """Returns the loss per token of the windows of val.bin (block_size tokens each), a float,
+        the same on every rank. num_batches: how many batches of windows to take; None: all."""
         world = self.mesh.world
         # batches: an iterator, a list of microbatches for each batch
         num_windows, batches = data.validation(self.cfg, self.mesh, num_batches)
@@ -161,8 +163,8 @@ def make_mesh(cfg, device):
 EVAL_BATCHES = 8  # batches in a validation during the run; the last validation takes all
 
 
-def is_due(step, interval):
-    return interval > 0 and step > 0 and step % interval == 0
+def is_due(done, interval):
+    return interval > 0 and done % interval == 0
 
 
 def train(cfg, mesh, local_rank):
@@ -181,24 +183,29 @@ def train(cfg, mesh, local_rank):
     log = Log(trainer, data, first, resumed_from)
 
     for step in range(first, cfg.steps):
-        if is_due(step, cfg.eval_interval):
-            log.catch_up()  # a GPU's steps are printed one step late: print step - 1 first
-            log.validation(step, trainer.validate(data, EVAL_BATCHES))
-        lr = learning_rate(cfg, step)
-        with log.watching(step):  # --watch: the messages of the first step
-            loss, norm, asked = trainer.step(data.training(cfg, step, mesh), lr)
-        log.step(step, lr, loss, norm, asked)
-        # After a signal, or after too many steps whose norm is not finite (log.gave_up). All ranks
-        # have read the same numbers, so all leave the loop at the same step
-        if log.ends_early:
-            break
-        if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:  # the last: saved below
-            log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
+        done = step + 1  # steps, with this one
+        is_last = done == cfg.steps
+        validates = is_due(done, cfg.eval_interval) and not is_last  # the last validation: below
+        saves = is_due(done, cfg.save_interval) or is_last
 
-    log.catch_up()
-    if not log.gave_up and log.done > first:  # done: the steps run, from step 0 on
-        log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
-    if cfg.eval_interval and not log.ends_early:
+        lr = learning_rate(cfg, step)
+        with log.watching(step):  # counts the time that messages take; --watch: prints them
+            loss, norm, asked = trainer.step(data.training(cfg, step, mesh), lr)
+        # A GPU's numbers are read and printed one step late, unless read_now: so the host can post
+        # the next step while the GPU computes
+        log.step(step, lr, loss, norm, asked, read_now=validates or saves)
+
+        # All ranks have read the same numbers, so all take the same branches
+        if log.gave_up:  # the last steps' norms were not finite
+            break
+        if validates:
+            log.validation(done, trainer.validate(data, EVAL_BATCHES))
+        if saves or log.stopping:  # stopping: a signal has asked some rank to stop
+            log.checkpoint(done, checkpoint.save(trainer, done, data.folder))
+        if log.stopping or log.gave_up:  # gave_up: weights that are not finite are not saved
+            break
+
+    if cfg.eval_interval and not (log.stopping or log.gave_up):
         log.validation(cfg.steps, trainer.validate(data))
     log.end()
     return log
@@ -216,7 +223,7 @@ def main():
         log = train(cfg, mesh, process.local_rank)
     # A complete run ends with a sample of text (with --eval-interval 0: without). ended_well: the
     # replicas agree, or a signal stopped the run. saved: the last checkpoint's folder
-    is_complete = log.ended_well and not log.ends_early and log.saved
+    is_complete = log.ended_well and not log.stopping and log.saved
     if is_complete and cfg.eval_interval and mesh.rank == 0:
         from sample import sample_text
         log.say("a sample:\n" + sample_text(log.saved, log.data))

@@ -19,7 +19,8 @@ is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
 Hybrid sharding (--shard R): shards over R of the D ranks, so R stands for D in the table, and the
 chunks of the n = D/R replicas of a shard are all-reduced once a step: 2 (n-1)/n Psi/R more.
 
-    torchrun train.py --dp 4 --zero 3        python -m extras.show zero: each stage, on 4 ranks
+    torchrun train.py --dp 4 --zero 3
+    python -m extras.show zero      each stage, on 4 ranks
 """
 
 import torch
@@ -132,7 +133,8 @@ class ZeRO2(ZeRO1):
         self.sums = {}  # Flat -> this rank's chunk of its gradient, summed over microbatches
 
     def collect(self, param, flat):
-        """Move a gradient into its Flat, which has memory for gradients only until start()."""
+        """Move a gradient into its Flat. Unlike in DDP param.grad does not become a view of it,
+        because keep_chunk() frees the memory."""
         # A stage of one Flat: its gradients of the microbatch before may still be on their way
         if flat is self.reducing:
             self.keep_chunk()
@@ -252,4 +254,4 @@ def reads_weights(layer):
     return getattr(layer, "backward_reads_weights", True)
 
 
-REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # REDUCERS[n] is ZeRO-n
+REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by --zero; 0 is DDP

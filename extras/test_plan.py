@@ -131,7 +131,7 @@ def held_and_sent(rank, cfg):
                if master is not weights]
     held = {"weights": [flat.weights for flat in flats] + chunks,
             "gradients": trainer.grads + grads,
-            "optimizer": [*masters, *optimizer.means, *optimizer.squares]}
+            "optimizer": [*masters, *optimizer.means, *optimizer.mean_squares]}
     held = {what: sum(storages(tensors).values()) for what, tensors in held.items()}
     by_axis = {axis: sum(sent.get(name, 0) for name in names) for axis, names in AXES.items()}
     place = [trainer.mesh.index_and_size(axis)[0] for axis in ("pp", "tp")]

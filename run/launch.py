@@ -285,7 +285,7 @@ def join(store, rank, size, device, timeout):
     import torch.distributed as dist
 
     from collectives import CommunicationError
-    from mesh import connection_options
+    from transport.connect import connection_options
 
     keys = [f"rank {other} is here" for other in range(size)]
     try:

@@ -28,7 +28,7 @@ import torch
 
 from collectives import Group, Work, all_reduce, maximum
 from data.files import say
-from mesh import DATA, grid
+from mesh import DATA, lay_out
 from run.checkpoint import about, all_gather_values, put_aside
 from run.flags import program
 from sizes import peak_flops
@@ -46,14 +46,14 @@ class Log:
     def __init__(self, trainer, data, first, resumed_from=None):
         """first: the step with which the run begins."""
         self.trainer, self.data, self.cfg = trainer, data, trainer.cfg
-        self.first = self.done = first
+        self.first = self.done = first  # done: steps done, those before a resume too
         self.world = trainer.mesh.world
         self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         self.is_cuda = trainer.mesh.device.type == "cuda"
         self.unread = deque()  # (step, lr, read) of steps that were posted
         self.skipped = 0  # steps in a row that were not finite
         self.gave_up = False  # were MAX_SKIPPED steps, or the weights to be saved, not finite?
-        self.stop_asked = False  # has a signal to any rank asked the run to stop?
+        self.stopping = False  # has a signal to any rank asked the run to stop?
         self.saved = resumed_from  # the folder of the last checkpoint
         self.ended_well = False  # set in end()
         self.waited = 0.0  # seconds in which this rank waited for messages in this step
@@ -92,10 +92,6 @@ class Log:
 
     # ---- what train.py tells the log ----
 
-    @property
-    def ends_early(self):
-        return self.stop_asked or self.gave_up
-
     @contextmanager
     def watching(self, step):
         """A context around a step: counts the seconds in which this rank waits for messages;
@@ -123,23 +119,23 @@ class Log:
 
         return timed_wait
 
-    def step(self, step, lr, loss, norm, asked):
+    def step(self, step, lr, loss, norm, asked, read_now):
         """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
-        were asked to stop. A GPU's are read one step late, so that the host posts the next step
-        meanwhile; but before a checkpoint at once, so that ends_early is known."""
+        were asked to stop. A GPU's are read one step late, unless read_now, or a stop was asked."""
         scale = self.trainer.optimizer.numbers()["scale"]
         numbers = torch.stack([value.double() for value in (loss, norm, asked, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))
         self.done = step + 1
-        saves = self.cfg.save_interval and self.done % self.cfg.save_interval == 0
-        self.catch_up(unread=1 if self.is_cuda and not saves else 0)
+        self.catch_up(unread=1 if self.is_cuda and not read_now else 0)
+        if self.stopping:
+            self.catch_up()
 
     def catch_up(self, unread=0):
         """Read and print all steps but the last `unread`."""
         while len(self.unread) > unread:
             step, lr, read = self.unread.popleft()
             loss, norm, asked, scale = read()  # waits for the device
-            self.stop_asked |= asked > 0
+            self.stopping |= asked > 0
             # A scale above 1 (float16) is halved after such a step, and may be the cause
             self.skipped = 0 if math.isfinite(norm) or scale > 1 else self.skipped + 1
             self.gave_up |= self.skipped == MAX_SKIPPED
@@ -174,21 +170,21 @@ class Log:
         self.say(line + (f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""))
         self.since = time.perf_counter()
 
-    def checkpoint(self, folder):
+    def checkpoint(self, step, folder):
         """A checkpoint was saved; None: none, because weights or states are not finite."""
         self.saved = folder or self.saved
         self.gave_up |= folder is None
-        self.say(f"step {self.done:6d}  saved {folder or 'nothing: weights are not finite'}")
+        self.say(f"step {step:6d}  saved {folder or 'nothing: weights are not finite'}")
         self.since = time.perf_counter()
 
     def end(self):
         """Collective: print the last lines, and set ended_well."""
         if self.gave_up:
-            self.say(f"{program()}: the loss or the gradients' norm was not finite up to step "
-                     f"{self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower --lr "
-                     "may help", "stderr")
+            self.say(f"{program()}: the loss, the gradients' norm or a weight was not finite up to "
+                     f"step {self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower "
+                     "--lr may help", "stderr")
             return
-        if self.stop_asked:
+        if self.stopping:
             self.say(f"stopped by a signal; --resume auto goes on from {self.saved}")
             self.ended_well = True
             return
@@ -199,11 +195,25 @@ class Log:
                  f"\nreplicas {'agree' if self.ended_well else 'DISAGREE'}")
 
 
+def grid(sizes):
+    """The ranks as text: a row for each group of tensor ranks, with its places on the other axes
+    (those of size 1 are left out). d: number of the data rank.
+    {shard: 2, pp: 1, tp: 2} gives "  d=0  ranks  0  1" and "  d=1  ranks  2  3"."""
+    lines = []
+    for ranks in lay_out(sizes, ["tp"]):
+        line = "  "
+        for axis in ("dp", "pp", "cp"):
+            mine = next(group for group in lay_out(sizes, [axis]) if ranks[0] in group)
+            if len(mine) > 1:
+                line += f"{axis[0]}={mine.index(ranks[0])} "
+        lines.append(f"{line} ranks " + " ".join(f"{rank:2d}" for rank in ranks))
+    return "\n".join(lines)
+
+
 def open_metrics(path, first):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
     aside. One that goes on from step `first` removes the lines of the steps that it repeats, and
-    what a crash has left behind the last whole line. The earlier run's validation of step `first`
-    stays. (If this run validates there, too, the file has both: the later one counts.)"""
+    what a crash has left behind the last whole line."""
     if first == 0 and path.exists():
         put_aside(path)
     kept = []
@@ -211,8 +221,9 @@ def open_metrics(path, first):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                is_last_validation = record["step"] == first and "val_loss" in record
-                if record["step"] < first or is_last_validation:
+                # A validation of step `first` was after step first - 1
+                end = first + 1 if "val_loss" in record else first
+                if record["step"] < end:
                     kept.append(line + "\n")
     path.write_text("".join(kept))
     return open(path, "a")

@@ -24,10 +24,10 @@ import torch.distributed as dist
 import model
 import test_all
 import train
-from mesh import connection_options
 from optimizer import BETAS
 from sizes import config_of, peak_flops
 from tests.harness import close, command, flags, flags_of, losses
+from transport.connect import connection_options
 
 VOCAB = 50304  # GPT-2's 50,257, rounded up to a multiple of 64
 GPT2 = ("--n-layer 12 --n-head 12 --n-embd 768 --block-size 1024 --batch-size 16 --dtype bfloat16 "

@@ -140,7 +140,7 @@ def test_the_newest_is_the_one_written_last_and_a_step_written_again_is_kept(cor
     checkpoint.save(trainer, 2)
     fourth = checkpoint.save(trainer, 4)
     before = contents(fourth)
-    for again in (1, 2):  # the run went back to step 2
+    for _ in range(2):  # the run went back to step 2
         assert checkpoint.save(trainer, 3).name == "step-00000003"
         assert checkpoint.find(tmp_path).name == "step-00000003"
         assert checkpoint.save(trainer, 4) == fourth == checkpoint.find(tmp_path)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 import collectives as c
-import train
 from context_parallel import CUDNN, EFFICIENT, FLASH, choose_kernel, kernel, kernel_backward
 from mesh import Mesh
 from test_all import differences
 from tests.counts import Counting, count_step
 from tests.harness import TOLERANCE, in_layout, make_trainer
+from transport import connect
 from transport.background import Background
 from transport.nccl import Nccl
 
@@ -49,23 +49,17 @@ def post_batch(batch):
     return [SimpleNamespace(wait=wait, is_completed=lambda: False)]
 
 
-class NcclMesh(Mesh):
-    """A mesh whose groups have NCCL's carrier."""
-
-    ways = 2  # 1: one communicator for both ways
-
-    def connect(self, name, ranks, communicators):
-        gloo, = communicators
-        up, *down = [Communicator(gloo, tag) for tag in range(self.ways)]
-        rank = ranks.index(self.rank)
-        carrier = Nccl(up, *(down or [up]), rank, self.timeout)
-        return c.Group(name, self.device, ranks, rank, carrier)
-
-
 def on_queues(rank, cfg, function, ways=2):
+    """Call the function where all groups have NCCL's carrier. ways = 1: one communicator for both
+    ways."""
+    def carrier_of(communicators, rank, device, timeout):
+        gloo, = communicators
+        up, *down = [Communicator(gloo, tag) for tag in range(ways)]
+        return Nccl(up, *(down or [up]), rank, timeout)
+
     with (patch.multiple(dist, P2POp=Operation, batch_isend_irecv=post_batch),
           patch.object(Nccl, "start_read", lambda carrier, tensor: tensor.tolist),
-          patch.object(NcclMesh, "ways", ways), patch.object(train, "Mesh", NcclMesh)):
+          patch.object(connect, "carrier_of", carrier_of)):
         return function(rank, cfg)
 
 

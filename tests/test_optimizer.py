@@ -114,7 +114,7 @@ def steps_with_overflows(rank, cfg, scale, overflows):
 
         trainer.reducer.gradients = changed
         trainer.step(data.training(cfg, 0, trainer.mesh), 1e-2)
-    return [optimizer.scale.value, optimizer.num_steps, *optimizer.means, *optimizer.squares,
+    return [optimizer.scale.value, optimizer.num_steps, *optimizer.means, *optimizer.mean_squares,
             *(weight for _, weight in trainer.reducer.whole())]
 
 

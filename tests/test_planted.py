@@ -110,7 +110,7 @@ BUGS = [
      "self.sum_choices(choices)", "self.sum_choices(choices.sum(0, keepdim=True))",
      "--experts 4"),
     ("experts are balanced over a rank's tokens", "experts.py",
-     "for ranks in sequence_groups:", "for ranks in sequence_groups[1:]:", "--cp 2 --experts 4"),
+     "for each in sequence_groups:", "for each in sequence_groups[1:]:", "--cp 2 --experts 4"),
 ]
 
 

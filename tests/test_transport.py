@@ -18,9 +18,9 @@ import collectives as c
 from mesh import Mesh
 from tests.harness import HANG, ranks, start, start_thread
 from tests.test_collectives import every_collective
-from transport import shared_memory
+from transport import connect
 from transport.background import Background
-from transport.shared_memory import AHEAD, MESSAGE, PIECE, Link
+from transport.shared_memory import AHEAD, PIECE, PIECE_SENT, Link
 
 NUMBERS = PIECE // 4  # float32 numbers of a piece
 
@@ -122,11 +122,11 @@ def test_what_a_sender_has_sent_before_its_end_arrives():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         ours.send(b"not read")
-        theirs.send(MESSAGE.pack(1, 2))
+        theirs.send(PIECE_SENT.pack(1, 2))
         theirs.close()
         link = Link(None, ours, 1, [])
         link.theirs = [None, None]
-        assert link.next_message() == (1, 2)
+        assert link.next_piece() == (1, 2)
 
 
 # ---- other roads ----
@@ -137,7 +137,7 @@ ROADS = {"two machines": [0, 0, 1, 1], "rank 3 is another user's": [0, 0, 0, 1],
 
 
 def _on_road(rank, places):
-    with patch.object(shared_memory, "machine", lambda: places[rank]):
+    with patch.object(connect, "machine", lambda: places[rank]):
         group = Mesh(dp=4).world
     every_collective(rank, group)
     return [*group.carrier.links]
@@ -153,7 +153,7 @@ def test_ranks_that_cannot_share_memory_talk_through_gloo(road):
 
 def test_a_machine_that_forbids_shared_memory_has_none():
     with patch.object(os, "memfd_create", side_effect=PermissionError):
-        assert shared_memory.machine() is None
+        assert connect.machine() is None
 
 
 # ---- peers that die, stop or never come ----
@@ -163,8 +163,8 @@ def _lose_the_peer(rank, road, dies, timeout):
     """Rank 1 leaves once the ranks have talked: it dies, which closes its connections, or is silent
     from then on. Returns the lines with which a receive from it fails, and a send of more messages
     than a socket holds. (test_survival.py kills and stops processes.)"""
-    usual = shared_memory.machine
-    with patch.object(shared_memory, "machine", lambda: usual() if road == "memory" else None):
+    usual = connect.machine
+    with patch.object(connect, "machine", lambda: usual() if road == "memory" else None):
         group = Mesh(dp=2, timeout=timeout).world
     c.all_reduce(torch.zeros(1), group)
     if rank == 1:
@@ -209,7 +209,7 @@ def _behind_others(rank, timeout, comes):
     error."""
     names = []
 
-    def told(communicator, value, tell_all=shared_memory.tell_all):
+    def told(communicator, value, tell_all=connect.tell_all):
         values = tell_all(communicator, value)
         names.extend(name for _, _, name in values)
         if rank == 1 and not comes:
@@ -220,7 +220,7 @@ def _behind_others(rank, timeout, comes):
         return values
 
     try:
-        with patch.object(shared_memory, "tell_all", told):
+        with patch.object(connect, "tell_all", told):
             group = Mesh(dp=2, timeout=timeout).world
     except c.CommunicationError as error:
         return str(error)
@@ -239,12 +239,12 @@ def test_only_ranks_are_accepted_and_a_peer_that_never_comes_is_given_up(timeout
 
 def test_a_process_of_another_user_is_no_rank_and_shares_no_memory():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    mine = shared_memory.machine()
+    mine = connect.machine()
     with ours, theirs:
-        assert shared_memory.process_at(ours) == os.getpid()
+        assert connect.process_at(ours) == os.getpid()
         with patch.object(os, "getuid", lambda: 12345):
-            assert shared_memory.process_at(ours) is None
-            assert shared_memory.machine() != mine
+            assert connect.process_at(ours) is None
+            assert connect.machine() != mine
 
 
 # ---- work in the background ----

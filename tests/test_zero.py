@@ -88,7 +88,7 @@ def memory_of_a_step(rank, cfg):
             "padding": sum(f.weights.numel() - sum(p.numel() for p in f.params) for f in flats),
             "weights": storages([flat.weights for flat in flats] + chunks),
             "grads": storages(trainer.grads + grads),
-            "states": storages([*masters, *optimizer.means, *optimizer.squares]),
+            "states": storages([*masters, *optimizer.means, *optimizer.mean_squares]),
             "peak": peak}
 
 

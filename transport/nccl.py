@@ -5,10 +5,17 @@
                  operations of a communicator run one after the other, in the order of posting;
                  wait() lets the current stream wait, and the host goes on
 
-So messages to higher ranks and messages to lower ranks travel on two communicators, and what one
-exchange sends and receives on one of them is posted as one batch: two ranks that send to each other
-cannot block each other. That excludes no circle through more ranks or microbatches. For the four
-schedules and all other messages there is none: tests/test_gpu.py runs each with such queues. Add a
+On one communicator two ranks that both send first and receive then would wait forever: each send
+waits for a receive that stands behind the other rank's send. So messages to higher ranks travel on
+one communicator, `up`, those to lower ranks on another, `down`:
+
+            rank 0          rank 1
+    up      send to 1       receive from 0
+    down    receive from 1  send to 0
+
+What one exchange sends and receives on the same communicator (in a ring) is posted as one batch.
+Longer circles, through more ranks or microbatches, would still be possible. The four schedules and
+all other messages have none: tests/test_gpu.py runs each with operations queued like this. Add a
 schedule of your own there; schedules.validate, in which no message blocks a rank, does not tell.
 """
 
@@ -53,7 +60,7 @@ class Nccl:
 
     def start_read(self, tensor):
         """Start to copy a tensor to the host. Returns a function that waits for the copy, then
-        returns the numbers. The host waits for the GPU nowhere else (except in
+        returns the numbers. In a step the host waits for the GPU nowhere else (except in
         MixtureOfExperts.run_rows), so a rank that has died or hangs is noticed here: RuntimeError
         if the copy is not there after `timeout` seconds."""
         # (Tests read a CPU's tensors)

@@ -84,10 +84,10 @@ class LAMB(Layerwise):
     def direction(self, i, grad):
         beta1, beta2 = BETAS
         self.means[i].lerp_(grad, 1 - beta1)
-        self.squares[i].lerp_(grad.square(), 1 - beta2)
+        self.mean_squares[i].lerp_(grad.square(), 1 - beta2)
         t = self.num_steps.item()
         mean = self.means[i] / (1 - beta1**t)  # both means began at 0
-        square = self.squares[i] / (1 - beta2**t)
+        square = self.mean_squares[i] / (1 - beta2**t)
         return mean / (square.sqrt() + 1e-6) + self.decays[i] * self.masters[i]
 
     def measured(self, grads, directions):
