@@ -128,7 +128,8 @@ class Trainer:
         own_loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
         # This rank's weights' or, under ZeRO, its chunks' gradients, summed over ranks (tags)
         self.grads = self.reducer.gradients()
-        own_square = self.optimizer.square(self.grads)  # this rank's term of the norm's square
+        # This rank's term of the norm's square. (AdamW.square counts each gradient once)
+        own_square = self.optimizer.square(self.grads)
 
         own_asked = torch.full_like(own_loss, self.stop_asked)
         sums = all_reduce(torch.stack([own_loss, own_square, own_asked]), self.mesh.world)

@@ -179,6 +179,7 @@ class Log:
 
     def end(self):
         """Collective: print the last lines, and set ended_well."""
+        self.catch_up()
         if self.gave_up:
             self.say(f"{program()}: the loss, the gradients' norm or a weight was not finite up to "
                      f"step {self.done - 1}; last good checkpoint: {self.saved or 'none'}; a lower "
