@@ -7,48 +7,19 @@ sizes.py).
     python sample.py --prompt "def " --out out --samples 3
 """
 
-from data.files import drop
-from run.flags import Parser, fail
-from run.launch import say  # (importing run.launch also makes Ctrl-C end without a traceback)
-
-
-def sample_flags():
-    parser = Parser("Text from a checkpoint.")
-    parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
-    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
-    parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
-    parser.add_argument("--samples", type=int, default=1, help="number of continuations (1)")
-    parser.add_argument("--max-tokens", type=int, default=200, help="length of each (200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
-    parser.add_argument("--top-k", type=int, default=50,
-                        help="draw from the K likeliest tokens; 0: from all (50). (In train.py "
-                             "--top-k is the experts of a token)")
-    parser.add_argument("--seed", type=int, default=1337, help="decides all draws (1337)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
-    return parser
-
-
-def read_flags():
-    """The flags of this command line; a wrong flag ends the process with one line."""
-    parser = sample_flags()
-    args = parser.parse_args()
-    for name, least in (("samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0),
-                        ("seed", 0)):
-        value = getattr(args, name)
-        if not value >= least:  # nan is not
-            parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    return args
-
-
-if __name__ == "__main__":
-    ARGS = read_flags()  # a wrong flag ends the process here, without torch
-
 import sys
 import time
+
+from run.flags import fail, read_sample_flags
+from run.launch import say  # (importing run.launch also makes Ctrl-C end without a traceback)
+
+if __name__ == "__main__":
+    ARGS = read_sample_flags()  # a wrong flag ends the process here, before torch is imported
 
 import torch
 
 from data.batches import load_tokenizer
+from data.files import drop
 from model import causal_attention
 from run import checkpoint
 

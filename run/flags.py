@@ -167,6 +167,29 @@ def read_command_line(description, world):
         fail(error)
 
 
+def read_sample_flags():
+    """The flags of sample.py's command line. A wrong one ends the process (fail)."""
+    parser = Parser("Text from a checkpoint.")
+    parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
+    parser.add_argument("--samples", type=int, default=1, help="number of continuations (1)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="length of each (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
+    parser.add_argument("--top-k", type=int, default=50,
+                        help="draw from the K likeliest tokens; 0: from all (50). (In train.py "
+                             "--top-k is the experts of a token)")
+    parser.add_argument("--seed", type=int, default=1337, help="decides all draws (1337)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    args = parser.parse_args()
+    for name, least in (("samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0),
+                        ("seed", 0)):
+        value = getattr(args, name)
+        if not value >= least:  # nan is not
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    return args
+
+
 # ---- which layouts can be ----
 
 

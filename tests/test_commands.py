@@ -16,7 +16,7 @@ import sample
 import train
 from mesh import Mesh
 from pipeline import Pipeline
-from run.flags import check_device, check_layout, parse, read_command_line
+from run.flags import check_device, check_layout, parse, read_command_line, read_sample_flags
 from run.log import METRICS, Log, axis_of, story, watched
 from tests.harness import (
     HERE,
@@ -151,7 +151,7 @@ def test_an_environment_of_no_launcher_is_one_line(env, says):
 
 def test_what_sample_cannot_read_is_one_line(trained, tmp_path, capsys, monkeypatch):
     argv = ["sample.py", "--out", trained, "--data", tmp_path]
-    line = one_line(lambda: sample.main(sample.read_flags()), argv, capsys, monkeypatch)
+    line = one_line(lambda: sample.main(read_sample_flags()), argv, capsys, monkeypatch)
     assert line == (f"sample.py: {tmp_path}: no prepared data there; python data/prepare.py SOURCE "
                     f"--out {tmp_path} writes this folder\n")
 

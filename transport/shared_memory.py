@@ -131,6 +131,7 @@ class Link:
         this group have sent, so that two ranks that send to each other cannot block each other. (A
         circle through several groups is not handled: some ranks would be 270 messages apart.)"""
         deadline = time.monotonic() + self.timeout
+        alive = [*self.links]  # whose peers have not ended
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))]
         while True:
             try:
@@ -142,13 +143,14 @@ class Link:
                     raise
                 poll = select.poll()
                 poll.register(self.outgoing, select.POLLOUT)
-                for link in self.links:
+                for link in alive:
                     poll.register(link.incoming, select.POLLIN)
                 ready = {file for file, _ in poll.poll(1e3 * self.timeout)}
-                for link in self.links:
-                    if link.incoming.fileno() in ready:
-                        with suppress(EOFError):  # its own receive will say so
-                            link.arrived.append(link.next_piece())
+                for link in [each for each in alive if each.incoming.fileno() in ready]:
+                    try:
+                        link.arrived.append(link.next_piece())
+                    except EOFError:  # this link's own receive will say so
+                        alive.remove(link)
         for file in files:
             os.close(file)
 
