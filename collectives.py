@@ -71,10 +71,10 @@ class Group:
     """Some ranks in a ring order. `rank`, and each peer that a method takes, counts within the
     group: 0 .. size - 1.
 
-    A group of one sends nothing, and on a CPU it has no carrier. The code that trains may call
-    collectives without checking the size; exchange() is for groups of two and more."""
+    A group of one sends nothing, and on a CPU it has no carrier. Collectives accept such a group;
+    exchange() is for groups of two and more."""
 
-    def __init__(self, name, device, ranks, rank, carrier=None, native=None):
+    def __init__(self, name, device, ranks, rank, carrier=None, native_group=None):
         self.name = name
         self.device = device
         self.ranks = list(ranks)  # ranks of the group, numbered as in the world
@@ -84,7 +84,7 @@ class Group:
         self.prev = (rank - 1) % self.size
         self.carrier = carrier  # moves the messages (transport/)
         # torch's ProcessGroup, if the collectives are to be torch's own (--collectives native)
-        self.native = native
+        self.native_group = native_group
         self.bytes_sent = 0  # by this rank, in all messages of exchange()
 
     def exchange(self, send=None, dst=None, recv=None, src=None, combine=None):
@@ -189,7 +189,7 @@ def run_native(collective, group, *args):
     """Run one of torch's own collectives. It bypasses exchange(): bytes_sent does not count it.
     (Those that cut a tensor take equal chunks only: where N does not divide, the ring runs.)"""
     with naming(f"rank {group.ranks[group.rank]}: group {group.name}, {collective.__name__}"):
-        collective(*args, group=group.native)
+        collective(*args, group=group.native_group)
 
 
 def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
@@ -200,7 +200,7 @@ def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
     In a model (WithBackward) its backward is an all_gather: every rank has a term in each sum, and
     d(sum)/d(term) = 1, so a rank needs the gradients of all chunks."""
     N, r = group.size, group.rank
-    if group.native and tensor.numel() % N == 0:
+    if group.native_group and tensor.numel() % N == 0:
         run_native(REDUCE_SCATTER, group, own_chunk(tensor, group), flat_view(tensor),
                    OPERATIONS[combine])
         return tensor
@@ -213,10 +213,12 @@ def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
 
 
 def all_gather(tensor, group):
-    """In: on rank r, chunk r is valid. Out: every rank has all chunks. Its backward is
-    reduce_scatter: every rank used chunk r, so its gradient is the sum of the ranks' gradients."""
+    """In: on rank r, chunk r is valid. Out: every rank has all chunks.
+
+    In a model its backward is a reduce_scatter, if each rank's loss is a term of the total loss:
+    every rank used chunk r, so the chunk's gradient is the sum of the ranks' gradients."""
     N, r = group.size, group.rank
-    if group.native and tensor.numel() % N == 0:
+    if group.native_group and tensor.numel() % N == 0:
         own = own_chunk(tensor, group)
         # In torch's all-gather on CPUs input and output must not overlap
         run_native(ALL_GATHER, group, flat_view(tensor), own if own.is_cuda else own.clone())
@@ -243,7 +245,7 @@ def all_reduce(tensor, group, combine=torch.Tensor.add_):
     In a model its backward depends on who uses the sum. If each rank's loss is a term of the total
     loss: an all_reduce of the gradients. If all ranks compute the same loss from the sum: nothing
     (sum_over_ranks in tensor_parallel.py)."""
-    if group.native:
+    if group.native_group:
         run_native(dist.all_reduce, group, flat_view(tensor), OPERATIONS[combine])
         return tensor
     if group.size == 2:

@@ -135,9 +135,9 @@ class MixtureOfExperts(nn.Module):
         # choices (B, n_experts): how many tokens of each sequence chose each expert
         ones = torch.ones_like(scores).flatten(1)
         choices = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
-        # The balance loss of a token: the sum over experts of choices / even number of choices,
-        # times the router's probability. Per sequence: counts of a batch would depend on how the
-        # batch is cut
+        # The balance loss of a token: the sum over experts of choices / (choices of each expert, if
+        # all were chosen equally often), times the router's probability. Per sequence: counts of a
+        # batch would depend on how the batch is cut
         total = self.sum_choices(choices)
         ratio = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (ratio.unsqueeze(1) * logits.softmax(-1)).sum()

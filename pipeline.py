@@ -68,7 +68,7 @@ class Pipeline:
         self.forward_names = names_of_messages(self.forwards, self.where, group.rank)
         self.incoming = {}  # other rank -> names of the messages still to be received, in order
         self.arrived = {}  # name -> a tensor that was received and is not needed yet
-        self.in_flight = {}  # (stage, microbatch) -> (input, outputs), from F to B or I
+        self.awaiting_backward = {}  # (stage, microbatch) -> (input, outputs)
         self.weight_work = {}  # (stage, microbatch) -> deferred products, from I to W
         self.sends = []  # Works of the step's sends
 
@@ -129,7 +129,7 @@ class Pipeline:
         if balance is not None:
             outputs.append(balance / self.num_tokens)
         if torch.is_grad_enabled():
-            self.in_flight[stage, k] = x, outputs
+            self.awaiting_backward[stage, k] = x, outputs
         if has_head:
             return result.detach()
         self.pass_on("activation", stage, k, result.detach())
@@ -137,7 +137,7 @@ class Pipeline:
 
     def backward(self, stage, k):
         """B, or I. In an I, DeferredProduct appends to self.deferred."""
-        x, outputs = self.in_flight.pop((stage, k))
+        x, outputs = self.awaiting_backward.pop((stage, k))
         grads = [None] * len(outputs)  # None: 1, the gradient of a loss
         if stage < len(self.where) - 1:
             grads[0] = self.take("gradient", stage, k)  # (B, S, C)

@@ -54,18 +54,13 @@ class Tag:
         held = sum(stop - start for start, stop in self.ranges)
         return torch.Size((*self.shape[: self.dim], held, *self.shape[self.dim + 1 :]))
 
-    @property
-    def num_sharing(self):
-        """How many ranks share this slice, not counting the ZeRO group, which holders() adds. In
-        the picture: 1 for c_attn, 2 for LayerNorm (the tensor ranks)."""
-        return math.prod(group.size for group in self.shared_by)
-
     def holders(self, sharded):
         """How many ranks end with the same gradient after all sums. Without ZeRO: all that hold
         the slice. With ZeRO (sharded) each rank of the ZeRO group has another chunk, so only those
         of shared_by count. In the picture, without and with: 2 and 1 for c_attn, 4 and 2 for
         LayerNorm."""
-        return self.num_sharing * (1 if sharded else self.sum_over[0].size)
+        shared_by = math.prod(group.size for group in self.shared_by)
+        return shared_by * (1 if sharded else self.sum_over[0].size)
 
     def slice(self, full):
         """The part of the full tensor that this rank holds. One range: a view."""

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, fields
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
 # (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products: NVIDIA's data
 # sheets). Take the first row whose words all occur
@@ -74,7 +74,7 @@ class LlamaConfig(GPTConfig):
     rope_scaling: str = ""  # "factor" or "factor,low,high,original": see llama.stretch
     norm_eps: float = 1e-5
     tied: bool = True  # are lm_head and the embedding one matrix?
-    head_dim: int = 0  # width of a head; 0: n_embd / n_head
+    head_dim: int = 0  # width of a head; 0: n_embd / n_head (hs, below, is never 0)
     qkv_bias: bool = False  # has c_attn biases? (Qwen2)
     qk_norm: bool = False  # is each head's query and key normalized? (Qwen3)
 
@@ -132,14 +132,14 @@ def peak_flops(gpu):
     return 0.0
 
 
-def bytes_per_parameter(zero, ranks, width=2):
+def bytes_per_parameter(zero, ranks, itemsize=2):
     """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
     (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
-    width: bytes of a weight and of a gradient. 16-bit training (width 2) keeps 32-bit master
+    itemsize: bytes of a weight and of a gradient. 16-bit training (itemsize 2) keeps 32-bit master
     weights, 4 bytes, and AdamW's two moments, 8: 2 + 2 + 12 = 16. Wider weights are their own
-    master: width 4 takes 4 + 4 + 8 = 16."""
-    weights = width / (ranks if zero >= 3 else 1)
-    gradients = width / (ranks if zero >= 2 else 1)
-    optimizer = (12 if width == 2 else 2 * width) / (ranks if zero >= 1 else 1)
+    master: itemsize 4 takes 4 + 4 + 8 = 16."""
+    weights = itemsize / (ranks if zero >= 3 else 1)
+    gradients = itemsize / (ranks if zero >= 2 else 1)
+    optimizer = (12 if itemsize == 2 else 2 * itemsize) / (ranks if zero >= 1 else 1)
     return weights, gradients, optimizer

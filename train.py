@@ -53,8 +53,8 @@ class Trainer:
         self.stop_asked = False  # set by a signal to this rank
         self.grads = []  # gradients of the last step (run/log.py counts the bytes held)
 
-        # A list of layers: GPT or Llama, with experts or without. On the meta device, where
-        # parameters have shapes but no memory
+        # A list of layers: GPT or Llama, with experts or without (experts.py knows all of them). On
+        # the meta device, where parameters have shapes but no memory
         model = on_meta(config)
         # For checkpoints, before anything is split: {name: full shape}, and the names of trained
         # parameters (all, unless a fork freezes some)
@@ -218,8 +218,9 @@ def main():
 
     process = place()  # the numbers that the launcher gave this process
     # start() has read the flags, too, before torch was imported; main() may be called without it
-    cfg, num_ranks = read_command_line(__doc__, process.world)
-    with joined(cfg, process.world) as device:  # an error inside ends all ranks, with one line
+    cfg, _ = read_command_line(__doc__, process.num_processes)
+    # Meet the other ranks. An error inside ends all ranks, with one line
+    with joined(cfg, process.num_processes) as device:
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, process.local_rank)
     # A complete run ends with a sample of text (with --eval-interval 0: without). ended_well: the

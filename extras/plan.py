@@ -31,7 +31,7 @@ from run.flags import Config, Parser, check_layout, fail, parse
 from run.weights import number
 from schedules import SCHEDULES, actions_of, cut, placement
 from shard import tag_whole
-from sizes import WIDTHS, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
+from sizes import ITEMSIZES, GPTConfig, LlamaConfig, bytes_per_parameter, config_of, peak_flops
 from tensor_parallel import split_matrices
 
 # A layout is a Config, train.py's flags. Letters are those of docs/costs.md. w: bytes of a weight
@@ -83,7 +83,7 @@ class Rank:
         stages = stages_of(model, x.schedule, x.pp)
         own = "".join(stages[s] for s, owner in enumerate(self.where) if owner == rank)
         self.embeddings, self.blocks, self.heads = map(own.count, "EBH")
-        self.w = WIDTHS[x.dtype]
+        self.w = ITEMSIZES[x.dtype]
         self.wide = max(self.w, 4)
         self.slices = x.tp if x.sp else 1  # parts of a tensor that only --sp splits
         self.sequences = x.batch_size / (x.dp * x.microbatches)  # sequences of a microbatch

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from data.files import say
 from run.weights import sizes_of
 from schedules import SCHEDULES
-from sizes import WIDTHS
+from sizes import ITEMSIZES
 
 
 def flag(default, help, choices=None):
@@ -49,7 +49,7 @@ class Config:
     block_size: int = flag(128, "tokens per sequence")
     experts: int = flag(0, "experts in each block, in place of its MLP; 0: none")
     top_k: int = flag(2, "experts that a token goes through, each 1/top-k as wide as an MLP")
-    dtype: str = flag("float32", "number format", tuple(WIDTHS))
+    dtype: str = flag("float32", "number format", tuple(ITEMSIZES))
     # training
     steps: int = flag(600, "optimizer steps")
     batch_size: int = flag(32, "sequences per step, over all ranks")
@@ -300,8 +300,8 @@ def check_device(cfg, local_ranks, gpus):
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
         # A head's row is a multiple of 16 bytes, and of at most 256 numbers of 16 bits
         size = cfg.head_dim or cfg.n_embd // cfg.n_head
-        width = WIDTHS[cfg.dtype]
-        fits = size * width % 16 == 0 and width < 8 and (width == 4 or size <= 256)
+        itemsize = ITEMSIZES[cfg.dtype]
+        fits = size * itemsize % 16 == 0 and (itemsize == 4 or (itemsize == 2 and size <= 256))
         require(fits, f"{given(cfg, 'cp', 'dtype')}: the ring's GPU kernels take no heads of "
                 f"{size} such numbers; try --cp-attention all-to-all")
     if cfg.collectives == "auto":

@@ -52,7 +52,7 @@ PEER = re.compile(r"(?:from|to|for) rank (\d+)")
 
 class Place(NamedTuple):
     rank: int
-    world: int  # number of ranks
+    num_processes: int
     local_rank: int  # on this machine
     local_ranks: int
 
@@ -91,7 +91,7 @@ def start(description):
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a rank's launcher has blocked them
     die_with_parent()
-    world = place().world
+    world = place().num_processes
     cfg, ranks = read_command_line(description, world)
     if ranks > world:
         sys.exit(launch(ranks, min(GRACE, cfg.timeout / 2)))

@@ -60,7 +60,7 @@ BUGS = [
     ("each rank clips by its own part of the norm", "train.py",
      "square.sqrt()", "own_square.sqrt()", "--tp 2"),
     ("replicated parameters count T times in the norm", "shard.py",
-     "self.num_sharing * (1 if sharded", "(1 if sharded", "--tp 2"),
+     "shared_by * (1 if sharded", "(1 if sharded", "--tp 2"),
     ("a chunk of a gradient counts 1/D in the norm", "shard.py",
      "1 if sharded else self.sum_over[0].size", "self.sum_over[0].size", "--dp 2 --zero 1"),
 
@@ -97,7 +97,8 @@ BUGS = [
     ("the two ends' terms of the tied matrix are not summed", "pipeline.py",
      "weight.tag.sum_over += (group,)", "pass", "--pp 2"),
     ("backward is of the newest microbatch", "pipeline.py",
-     "self.in_flight.pop((stage, k))", "self.in_flight.popitem()[1]", "--pp 2 --microbatches 4"),
+     "self.awaiting_backward.pop((stage, k))", "self.awaiting_backward.popitem()[1]",
+     "--pp 2 --microbatches 4"),
     ("all microbatches are received into one buffer", "pipeline.py",
      "tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)",
      'tensor = vars(self).setdefault("buffer", torch.empty(self.shape, dtype=self.dtype)).data',
