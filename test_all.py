@@ -298,7 +298,7 @@ def prove(layouts=LAYOUTS):
         seen = not bool((worst < TOLERANCE).all())
         print("control, --dp 2: a halved gradient on one rank is",
               "seen" if seen else "NOT SEEN")
-    print(f"{len(rows)} layouts in {time.time() - begin:.0f} s: "
+    print(f"{len(rows)} layout{'s' * (len(rows) > 1)} in {time.time() - begin:.0f} s: "
           + (f"{wrong} differ" if wrong else f"all within {TOLERANCE:.0e} of one process"))
     return wrong + (not seen)
 
@@ -311,6 +311,8 @@ def main():
     parser.add_argument("--full", action="store_true", help="all cases of all tests")
     parser.add_argument("--extras", action="store_true", help="the tests of extras/, too")
     args, flags = parser.parse_known_args()
+    if args.page and flags:
+        parser.error(f"--page takes one layout, in quotes; not understood: {' '.join(flags)}")
     # Files of tests, or tests in these. (The value of a flag, such as 0 in -n 0, is no file)
     files = [flag for flag in flags if Path(flag.split("::")[0]).is_file()]
     if args.page or not ("-k" in flags or files):

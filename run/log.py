@@ -62,7 +62,8 @@ class Log:
             self.metrics = open_metrics(Path(self.cfg.out, METRICS), first)
             self.describe()
             if resumed_from:
-                self.say(f"step {first:6d}  resumed from {resumed_from}")
+                self.say(f"step {first:6d}  resumed from {resumed_from}"
+                         + ("; no step is left to do" if first == self.cfg.steps else ""))
         self.since = time.perf_counter()
 
     def say(self, line, name="stdout"):
