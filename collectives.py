@@ -94,8 +94,8 @@ class Group:
         overwritten. With combine, send and recv may be one tensor: each element is sent before the
         received one is merged into it. Returns their Work.
 
-        This may return before either message is complete; wait() then moves both of them, so two
-        ranks that exchange cannot block each other. Messages from one rank to another arrive in
+        This may return before either message is complete; wait() then completes both together, so
+        two ranks that exchange cannot block each other. Messages from one rank to another arrive in
         the order in which they were sent. A message carries no name: a receive takes the next one,
         whatever that was sent for."""
         what = f"rank {self.ranks[self.rank]}: group {self.name}"  # for an error

@@ -12,7 +12,7 @@ so only they send. Elements that each of N ranks sends for attention, per block 
 Held for backward: 1/N of what one process saves; of attention the ring saves q, k, v, the output,
 and a number per query and head (lse). No rank has a matrix of scores.
 
-    torchrun train.py --cp 2
+    python train.py --cp 2
     python -m extras.show context_parallel  # on 4 ranks
 """
 
@@ -144,7 +144,7 @@ def ring_rounds(k, v, group):
     """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields (i, kv, queries, keys,
     causal) for each round i. queries, keys, causal: the result of visible(). kv (2, B, n_kv, Sk,
     hs): the keys and values to compute with, selected by `keys`. Sk is S/N, or S/(2N) for keys of
-    an earlier rank. Meanwhile the next ones travel (in shared memory: the first 4 MiB)."""
+    an earlier rank. Meanwhile the next ones travel (in shared memory: the first pieces)."""
     kv = torch.stack([k, v])
     for i in range(group.size):
         if i < group.size - 1:

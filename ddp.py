@@ -7,14 +7,14 @@ that share a sequence sum their gradients, too: then D counts all these ranks.)
 No average is taken. The loss was divided by the number of tokens in the whole batch before
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
 are summed in one all-reduce, which runs while backward computes those of the layer before. With
-several microbatches it runs during the last backward only. A rank that has one core runs all of
-them after backward (transport/background.py). PyTorch Distributed, arXiv 2006.15704.
+several microbatches it runs during the last backward only. A rank of one thread runs all of them
+after backward (transport/background.py). PyTorch Distributed, arXiv 2006.15704.
 
     time ->
     computes  forward | backward: head | block 3 | block 2 | block 1 | embedding |           | AdamW
     all-reduces                        | head    | block 3 | block 2 | block 1   | embedding |
 
-    torchrun train.py --dp 2
+    python train.py --dp 2
     python -m extras.show ddp       a small GPT on 4 ranks
 """
 
@@ -25,15 +25,15 @@ from collectives import all_reduce
 
 class Flat:
     """One tensor for those parameters of a layer that have their gradients summed over the same
-    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (A weight that
-    two layers share, experts and, under --sp, replicated parameters get Flats of their own.) The
+    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (Flats of
+    their own have: a weight that two layers share; experts; replicated parameters under --sp.) The
     tensor is padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each rank
     of the ZeRO group (shard.py).
 
     D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5:
 
-        |c_attn . . . . . . . . . . . |c_proj . . |LayerNorm . . |padding|
-        |chunk 0, of rank 0          |chunk 1, of rank 1                 |
+        | c_attn, 12                | c_proj, 4 | LayerNorm, 5 | padding, 1 |
+        | chunk 0, 11            | chunk 1, 11                            |
 
     Here each parameter gets its memory and its value: train.py makes the model on the meta device,
     where tensors have shapes only."""
@@ -95,7 +95,7 @@ def flats_of(stages, value, dtype, device):
     of a stage in the order in which backward completes them.
 
     Stage 0 of a GPT with a tied matrix, [embedding, block, head]. The two users of wte make it a
-    Flat of its own, and its gradient is complete when backward reaches the first of them:
+    Flat of its own, complete only after backward has passed the embedding, the earlier of the two:
 
         users                 parameters                yielded
         embedding and head    wte                       last
@@ -124,8 +124,8 @@ class DDP:
     runs messages while backward goes on (transport/background.py). ZeRO (zero.py) shards what is
     replicated here. All four classes have the same members:
 
-        weights        what this rank's optimizer steps, in place: a tensor of one dim per
-                       parameter, all of it (ZeRO: the piece of it in this rank's chunk)
+        weights        what this rank's optimizer steps, in place: for each parameter its elements
+                       as a flat tensor (ZeRO: those in this rank's chunk)
         tags, starts   the tag of each of `weights`, and the index in the tag's slice at which it
                        starts
         frozen         (tag, start, weights) of parameters that are not trained
@@ -203,7 +203,8 @@ class DDP:
                 self.start(self.queue.pop(0))
         elif not self.every_microbatch:  # a microbatch whose gradients are not yet to be sent
             self.collect(param, flat)
-        # else ZeRO-2 or 3 with a backward that is cut in two: complete() will collect the gradient
+        # Else ZeRO-2 or 3, and a gradient that comes before the expect() of its stage, such as of a
+        # backward that is cut in two: start() will collect it
 
     def start_rest(self):
         """Start the messages of the Flats that lack a gradient: a missing one counts as zeros."""

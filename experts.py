@@ -15,7 +15,7 @@ microbatch if all experts get equally many tokens: k B S C (E-1)/E elements for 
 as many back, and in backward the same two again (with --sp, E T for E, and S/T for S). With --cp or
 --sp, an all-reduce of B n_experts counts for the balance loss, too.
 
-    torchrun train.py --experts 8 --ep 4
+    python train.py --experts 8 --ep 4
     python -m extras.show expert_parallel  # on 4 ranks
 """
 
@@ -97,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config.n_embd, config.n_experts, bias=False)
         self.experts = Experts(config)
         # The balance loss of the last forward (DeepSeek-V3, arXiv 2412.19437), a sum over tokens:
-        # 1 each if all experts get equally many tokens, more if the likely ones get most of them
+        # 1 per token if all experts get equally many, more if the likely ones get most of them
         self.balance = None
 
     def run_experts(self, x, gates, chosen):
@@ -135,9 +135,9 @@ class MixtureOfExperts(nn.Module):
         # choices (B, n_experts): how many tokens of each sequence chose each expert
         ones = torch.ones_like(scores).flatten(1)
         choices = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
-        # The balance loss of a token: the sum over experts of choices / (choices of each expert, if
-        # all were chosen equally often), times the router's probability. Per sequence: counts of a
-        # batch would depend on how the batch is cut
+        # The balance loss of a token: the sum over experts of ratio x the router's probability.
+        # ratio: the expert's choices over those that it would have, were all chosen equally often.
+        # Counted in each sequence: counts of a batch would depend on how the batch is cut
         total = self.sum_choices(choices)
         ratio = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (ratio.unsqueeze(1) * logits.softmax(-1)).sum()

@@ -89,9 +89,10 @@ class Mesh:
         self.device = torch.device(device)
         self.timeout = timeout
         self.native = native
-        shard = shard or dp
-        sizes = {"rep": dp // shard, "shard": shard // ep, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
-        self.sizes = sizes  # the outermost axis first
+        zero_ranks = shard or dp  # R above; along the axis shard lie R / ep of them
+        sizes = {"rep": dp // zero_ranks, "shard": zero_ranks // ep,  # the outermost axis first
+                 "pp": pp, "ep": ep, "cp": cp, "tp": tp}
+        self.sizes = sizes
         # One process alone has no communicator (torch's ProcessGroup, which connects some ranks)
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()

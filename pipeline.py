@@ -11,7 +11,7 @@ The price is the bubble: while the pipeline fills and drains, ranks idle, under 
 (P-1)/(m+P-1) of the time for P ranks and m microbatches. schedules.py has these and two others,
 with their papers; this file runs the lists that it makes.
 
-    torchrun train.py --pp 2
+    python train.py --pp 2
     python -m extras.show pipeline  # on 4 ranks
 """
 
@@ -77,8 +77,9 @@ class Pipeline:
 
         In: [(ids, targets)], this rank's tokens of the microbatches, the same on all ranks of the
         group; the reducer of this rank's gradients (ddp.py).
-        After: reducer.gradients() may be called. Returns this rank's part of the loss per token,
-        without the balance loss, 0 without the last stage: a float64 tensor.
+        After: reducer.gradients() may be called. Returns the loss of this rank's tokens, without
+        the balance loss, over the tokens of the whole batch; 0 without the last stage; the same on
+        all tensor ranks: a float64 tensor.
         """
         if reducer:
             lists, names_from = self.lists, self.all_names
@@ -91,7 +92,7 @@ class Pipeline:
             if kind == "F":
                 with torch.set_grad_enabled(reducer is not None):
                     loss += self.forward(stage, k, *microbatches[k])
-            elif kind == "B" and self.deferred is None:
+            elif self.deferred is None:  # B
                 reducer.expect(stage, is_final=action == self.final_action[stage])
                 self.backward(stage, k)
             else:  # a schedule with I and W. (A B among them runs both, one after the other)
@@ -115,15 +116,15 @@ class Pipeline:
         if stage > 0:
             x = self.take("activation", stage, k)  # (B, S, C); backward computes its gradient
             x.requires_grad_(torch.is_grad_enabled())
-        *layers, last_layer = self.stages[stage]
+        *layers, last_of_stage = self.stages[stage]
         y = x
         for layer in layers:
             y = layer(y)
         has_head = stage == len(self.where) - 1
         if has_head:  # the model's last layer, which returns the loss
-            result = last_layer(y, targets) / self.num_tokens
+            result = last_of_stage(y, targets) / self.num_tokens
         else:
-            result = last_layer(y).contiguous()  # messages take contiguous tensors
+            result = last_of_stage(y).contiguous()  # messages take contiguous tensors
         outputs = [result]
         balance = balance_loss(self.stages[stage])  # the balance loss of this stage's experts
         if balance is not None:

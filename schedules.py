@@ -185,9 +185,9 @@ def make_lists(name, P, m):
 
 def actions_of(name, P, m, rank):
     """One rank's list. interleaved, P = 2, v = 2, rank 0, which has stages 0 and 2: the first
-    ("F", 1) becomes F(stage 2, microbatch 0), the second F(stage 2, microbatch 1). B and I count
-    together, because each is a microbatch's backward; W takes the oldest microbatch between I and
-    W. So "B" "I" "W" are B of microbatch 0, I of microbatch 1, W of microbatch 1."""
+    ("F", 1) becomes F(stage 2, microbatch 0), the second F(stage 2, microbatch 1). "B" "I" "W" are
+    B of microbatch 0, then I and W of microbatch 1: B and I count together, because each is a
+    microbatch's backward, and W takes the oldest microbatch between I and W."""
     stages = [s for s, owner in enumerate(placement(name, P)) if owner == rank]
     count = Counter()  # count["F", s]: number of forwards of stage s so far
     waiting = {s: deque() for s in stages}  # stage -> microbatches between I and W
@@ -198,7 +198,7 @@ def actions_of(name, P, m, rank):
         s = stages[number]
         if kind == "W" and waiting[s]:
             k = waiting[s].popleft()
-        else:  # F, B, I; or a W without an I: a wrong list, which validate() would refuse
+        else:  # F, B, I (or a W without an I, which check_lists refuses)
             counted = "B" if kind == "I" else kind
             k = count[counted, s]
             count[counted, s] += 1
@@ -228,9 +228,9 @@ def message_name(action, where):
 
 # ---- checks and times, for tests, docs and extras: training runs nothing below ----
 #
-#     play      runs lists against a clock, by what each action needs
-#     validate  checks any lists, those that you wrote by hand too
-#     simulate  makespan, bubble, and microbatches in flight
+#     play         runs lists against a clock, by what each action needs
+#     check_lists  refuses wrong lists, those that you wrote by hand too
+#     simulate     makespan, bubble, and microbatches in flight
 
 
 def needs(action, where):
@@ -288,7 +288,7 @@ def play(lists, where, costs=(1, 1, 1, 0)):
             f"rank {rank} at {action} waits for {need}" for rank, action, need in waits))
 
 
-def validate(lists, where, m=0):
+def check_lists(lists, where, m=0):
     """Check that every stage runs every microbatch once, on its own rank, after all that it needs,
     and that no rank waits forever. ValueError, with rank and action, if not. m: the number of
     microbatches; 0: as many as the lists name."""

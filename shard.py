@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 import torch
 
 # Four tags for D = T = 2, with four experts on two data ranks (--ep 2). Letters: the part of the
-# full parameter that a rank holds
+# full parameter that a rank holds. Z: the ZeRO group, here the data ranks, [0 2] and [1 3]; tp:
+# [0 1] and [2 3]; alone: a group of one rank
 #
 #                                       rank 0   rank 1   rank 2   rank 3
 #   parameter   full     split by       d=0 t=0  d=0 t=1  d=1 t=0  d=1 t=1   sum_over   shared_by
-#   c_attn      QQKKVV   rows of q k v  Q.K.V.   .Q.K.V   Q.K.V.   .Q.K.V    zero       -
-#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      zero       tp
-#   wte         WWWW     rows           WW..     ..WW     WW..     ..WW      zero       -
+#   c_attn      QQKKVV   rows of q k v  Q.K.V.   .Q.K.V   Q.K.V.   .Q.K.V    Z          -
+#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      Z          tp
+#   wte         WWWW     rows           WW..     ..WW     WW..     ..WW      Z          -
 #   experts     ABCD     experts        AB..     AB..     ..CD     ..CD      alone      tp
 #
-# zero: the ZeRO group, here the data ranks, [0 2] and [1 3]; tp: [0 1] and [2 3]; alone: a group of
-# one rank. With --sp, where tensor ranks see different tokens:
+# With --sp, where tensor ranks see different tokens:
 #
-#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      zero, tp   tp
+#   LayerNorm   LLLL     replicated     LLLL     LLLL     LLLL     LLLL      Z, tp      tp
 #   experts     ABCD     experts        A...     .B..     ..C.     ...D      alone      -
 
 

@@ -11,10 +11,10 @@ Sent per rank, block and microbatch: four all-reduces of the activation (two for
 4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss gathers
 T-1 numbers per token. --sp sends as much, in other pieces, and once a step the gradients of
 replicated parameters. Held: 1/T of the matrices, and of the activations inside of attention and
-MLP. --sp splits the activations between them, too; each column, of which a block has two, still
+MLP. --sp also splits the activations outside of these; each Column layer, two per block, still
 holds its whole gathered input. Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198.
 
-    torchrun train.py --tp 2 --sp
+    python train.py --tp 2 --sp
     python -m extras.show tensor_parallel       a small GPT on 4 ranks
 """
 
@@ -35,8 +35,8 @@ from shard import split
 #   rank 1   x  [ W1 lower ]   h, right half   [ W2 right ]   partial y /  + = y on both
 #
 # A hidden unit is a column of W1^T and a row of W2^T. Hidden units do not meet before W2 adds them
-# up. So a block's MLP needs one all-reduce forward, after the row (g), and one in backward, of the
-# gradient of the column's input (f). Attention is the same, with heads for hidden units.
+# up. So a block's MLP needs one all-reduce forward, after the row (g, below), and one in backward,
+# of the gradient of the column's input (f). Attention is the same, with heads for hidden units.
 
 
 def sum_in_place(x, group):
@@ -244,7 +244,8 @@ class VocabularyLoss(torch.autograd.Function):
 
     In: x (tokens, C); weight (V/T, C), this rank's words; targets (tokens,); words: (start, stop);
     n: how many tokens at a time. Out: the sum over tokens of log(sum(exp(logits))) -
-    logits[target], the same on all ranks. Forward also computes both gradients. With G (tokens,
+    logits[target], the same on all ranks. Forward also computes both gradients, and holds them for
+    backward: W's, of 32 bits, for each microbatch in flight. With G (tokens,
     V/T), the gradient of the logits, G W is this rank's term of x's gradient, and G^T x is W's.
     Backward multiplies both by the gradient of the loss."""
 
@@ -256,16 +257,17 @@ class VocabularyLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         log_sums = x.new_zeros((), dtype=wide)  # sums over all tokens, as in loss_of_logits
         target_logits = x.new_zeros(1, dtype=wide)
-        for some, wanted in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
-            logits = (some @ weight.t()).to(wide)  # (n, V/T)
-            some_target_logits, some_log_sums, grad = loss_of_logits(logits, wanted, words, group)
+        for x_part, targets_part in zip(x.split(n), targets.split(n), strict=True):  # (n, C), (n,)
+            logits = (x_part @ weight.t()).to(wide)  # (n, V/T)
+            some_target_logits, some_log_sums, grad = loss_of_logits(logits, targets_part, words,
+                                                                     group)
             target_logits += some_target_logits
             log_sums += some_log_sums
             grad = grad.to(x.dtype)
             if needs_x:
                 grad_x.append(grad @ weight)
             if needs_weight:
-                add_product(grad_weight, grad, some)
+                add_product(grad_weight, grad, x_part)
         grad_x = torch.cat(grad_x) if needs_x else None
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.dtype = weight.dtype
@@ -315,7 +317,7 @@ def tag_replicated(model, group, sum_gradients):
     head_norms = {param for block in model.layers[1:-1]
                   for name, param in block.attn.named_parameters() if name.startswith("ln_")}
     for param in model.parameters():
-        # Whole: of its full shape. (Experts are, too; spread_experts writes their tags anew)
+        # Whole: of its full shape. (Experts are, too; spread_experts adapts their tags)
         if param.shape == param.tag.shape:
             param.tag.shared_by += (group,)
             if sum_gradients or param in head_norms:

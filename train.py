@@ -11,7 +11,8 @@ batch. So the losses are the same, up to the order of float additions.
 """
 
 # `python train.py --help` lists the flags. The Trainer, first, knows nothing of run/, which has the
-# flags, the launch, the log and the checkpoints. main(), last, is the loop around it.
+# flags, the launch, the log and the checkpoints. train() is the loop around it. main(), last, joins
+# the ranks.
 
 import math
 import sys
@@ -44,8 +45,9 @@ class Trainer:
     """What one rank holds: its slices of the model; its reducer, optimizer and pipeline."""
 
     def __init__(self, cfg, mesh, config, value):
-        """cfg: the flags, as attributes. config: the sizes of the model (sizes.py). value(tag): the
-        slice with which this rank begins, such as from_seed(config, 1337) of model.py."""
+        """cfg: the flags, as attributes. mesh: the ranks on named axes (mesh.py). config: the sizes
+        of the model (sizes.py). value(tag): the initial values of the slice that the tag describes,
+        such as from_seed(config, 1337) of model.py."""
         self.cfg = cfg
         self.mesh = mesh
         self.config = config
@@ -63,21 +65,21 @@ class Trainer:
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # The ZeRO group: the ranks that hold the same weights and see different tokens, over which
-        # gradients are summed, and ZeRO shards. They are the data ranks (axes shard and ep of
-        # mesh.py) and those that share their sequences (cp). With --shard the group is smaller, and
-        # rep is the axis of the other data ranks. (spread_experts narrows the group for experts)
+        # The ZeRO group: ranks that see different tokens. Gradients are summed over it, and ZeRO
+        # gives each of its ranks a chunk. On the axes of mesh.py it is shard and ep, together the
+        # data ranks, and cp. With --shard R it has R of the data ranks; rep is the axis of the rest
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
         # Each call adapts the model, in place, to what this rank has: its tokens of each sequence,
-        # its slice of each matrix, its experts; the last two also update the tags. (In a group of
-        # one all tokens are this rank's, and only the head is replaced, by one that never holds all
-        # logits.) self.positions: the places of this rank's tokens in their sequence
+        # its slice of each matrix, its experts; the last two also update the tags.
+        # self.positions: the places of this rank's tokens in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
         # appends the weights' gradients that it leaves to the second. None: backwards are whole
         deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
+        # (Without --tp it replaces the head only, by one that never holds all logits; with zb-h1
+        # all matrices)
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
@@ -97,7 +99,8 @@ class Trainer:
         stages = {s: list(model.layers[start:stop]) for s, (start, stop) in enumerate(self.cuts)
                   if self.where[s] == mesh.group("pp").rank}  # {stage: its layers} of this rank
 
-        # The reducer, DDP or ZeRO, gives each parameter its memory and its initial value
+        # The reducer, DDP or ZeRO, sums gradients. It lays a layer's parameters side by side for
+        # that, so it also gives them their memory and initial values
         self.reducer = REDUCERS[cfg.zero](stages, value, self.dtype, mesh.device, mesh.background)
         # float16's factor of the loss: the pipeline multiplies by it, the optimizer divides
         scale = LossScale(self.dtype, mesh.device)
@@ -111,33 +114,35 @@ class Trainer:
                                  scale.value)
 
     def own(self, microbatches):
-        """This rank's tokens of [(ids, targets)]. Targets were shifted before the sequence was
-        split, so no token is lost at a cut."""
+        """This rank's tokens of [(ids, targets)], its microbatches of whole sequences. Targets were
+        shifted before the sequence was split, so no token is lost at a cut."""
         return [(ids[:, self.positions], targets[:, self.positions])
                 for ids, targets in microbatches]
 
     def step(self, microbatches, lr):
-        """One step of training on [(ids, targets)]. Returns three tensors, the same on every rank:
-        the loss per token; the global norm of the gradients, nan if the loss is not finite; and the
-        number of ranks that were asked to stop."""
-        self.grads = []  # frees those of the step before under ZeRO-2, 3 (else ddp.Flat keeps them)
+        """One step of training on [(ids, targets)], this data rank's microbatches. Returns three
+        tensors, the same on every rank: the loss per token; the global norm of the gradients; and
+        the number of ranks that were asked to stop."""
+        self.grads = []  # let go of the step before: ZeRO-2 and 3 free its memory
         # Forward and backward. The pipeline divides each loss by the tokens of the whole batch
-        # before backward. own_loss: this rank's term of the loss per token, which is the sum over
-        # the world: data and context ranks have different tokens, a rank without the last stage has
-        # 0, and the tp tensor ranks have the same loss, so each gives 1/tp of it
+        # before backward. own_loss: what this rank adds when the ranks' numbers are summed to the
+        # loss per token. Ranks without the last stage add 0. The tp ranks of a tensor group have
+        # the same loss, so each adds 1/tp of it
         own_loss = self.pipeline.run(self.own(microbatches), self.reducer) / self.cfg.tp
-        # This rank's weights' or, under ZeRO, its chunks' gradients, summed over ranks (tags)
+        # Gradients of what this rank's optimizer steps, summed over the groups that the tags name
         self.grads = self.reducer.gradients()
-        # This rank's term of the norm's square. (AdamW.square counts each gradient once)
+        # What this rank adds to the norm's square: a gradient that n ranks hold counts 1/n on each
         own_square = self.optimizer.square(self.grads)
 
         own_asked = torch.full_like(own_loss, self.stop_asked)
         sums = all_reduce(torch.stack([own_loss, own_square, own_asked]), self.mesh.world)
         loss, square, asked = sums
+        # An infinite loss may have finite gradients: nan, so that the step is skipped
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
-        self.optimizer.step(self.grads, norm, lr)  # clips, steps; nothing if the norm is not finite
-        self.reducer.publish()  # ZeRO-1, 2: every rank gets the weights that others have stepped
+        self.optimizer.step(self.grads, norm, lr)  # clips and steps; skips if norm is not finite
+        # ZeRO-1, 2: every rank gets the weights that others have stepped. ZeRO-3: frees the old
+        self.reducer.publish()
         return loss, norm, asked
 
     def validate(self, data, num_batches=None):
@@ -146,11 +151,13 @@ class Trainer:
         world = self.mesh.world
         # batches: an iterator, a list of microbatches for each batch
         num_windows, batches = data.validation(self.cfg, self.mesh, num_batches)
+        # Without a reducer the pipeline runs the forwards only
         loss = sum(self.pipeline.run(self.own(microbatches)) for microbatches in batches)
         # The loss of each batch was divided by the tokens of batch_size windows: divide the sum by
         # those of num_windows instead, and by tp, because all tensor ranks have the same loss
         loss = loss * self.cfg.batch_size / num_windows / self.cfg.tp
-        return world.read(all_reduce(loss.view(1), world))[0]
+        loss, = world.read(all_reduce(loss.view(1), world))  # waits for the device
+        return loss
 
 
 def make_mesh(cfg, device):
@@ -164,8 +171,8 @@ def make_mesh(cfg, device):
 EVAL_BATCHES = 8  # batches in a validation during the run; the last validation takes all
 
 
-def is_due(done, interval):
-    return interval > 0 and done % interval == 0
+def is_due(steps, interval):
+    return interval > 0 and steps > 0 and steps % interval == 0
 
 
 def train(cfg, mesh, local_rank):
@@ -184,30 +191,25 @@ def train(cfg, mesh, local_rank):
     log = Log(trainer, data, first, resumed_from)
 
     for step in range(first, cfg.steps):
-        done = step + 1  # steps, with this one
-        is_last = done == cfg.steps
-        validates = is_due(done, cfg.eval_interval) and not is_last  # the last validation: below
-        saves = is_due(done, cfg.save_interval) or is_last
-
+        if is_due(step, cfg.eval_interval):
+            log.note_validation(step, trainer.validate(data, EVAL_BATCHES))
         lr = learning_rate(cfg, step)
         with log.watching(step):  # counts the time that messages take; --watch: prints them
             loss, norm, asked = trainer.step(data.training(cfg, step, mesh), lr)
-        # A GPU's numbers are read and printed one step late, unless read_now: so the host can post
-        # the next step while the GPU computes
-        log.step(step, lr, loss, norm, asked, read_now=validates or saves)
 
-        # All ranks have read the same numbers, so all take the same branches
-        if log.gave_up:  # the last steps' norms were not finite
-            break
-        if validates:
-            log.validation(done, trainer.validate(data, EVAL_BATCHES))
-        if saves or log.stopping:  # stopping: a signal has asked some rank to stop
-            log.checkpoint(done, checkpoint.save(trainer, done, data.folder))
-        if log.stopping or log.gave_up:  # gave_up: weights that are not finite are not saved
+        done = step + 1
+        saves = is_due(done, cfg.save_interval) or done == cfg.steps
+        log.note_step(step, lr, loss, norm, asked, saves)  # prints the step
+        # All ranks have read the same numbers, so all take the same branches. log.stopping: a
+        # signal has asked some rank to stop. log.gave_up: too many steps whose norm is not finite,
+        # or weights that are not finite, for which save() returns None
+        if (saves or log.stopping) and not log.gave_up:
+            log.note_checkpoint(done, checkpoint.save(trainer, done, data.folder))
+        if log.stopping or log.gave_up:
             break
 
     if cfg.eval_interval and not (log.stopping or log.gave_up):
-        log.validation(cfg.steps, trainer.validate(data))
+        log.note_validation(cfg.steps, trainer.validate(data))
     log.end()
     return log
 
@@ -225,7 +227,7 @@ def main():
         log = train(cfg, mesh, process.local_rank)
     # A complete run ends with a sample of text (with --eval-interval 0: without). ended_well: the
     # replicas agree, or a signal stopped the run. saved: the last checkpoint's folder
-    is_complete = log.ended_well and not log.stopping and log.saved
+    is_complete = log.ended_well and not log.stopping and log.saved is not None
     if is_complete and cfg.eval_interval and mesh.rank == 0:
         from sample import sample_text
         log.say("a sample:\n" + sample_text(log.saved, log.data))

@@ -10,8 +10,8 @@ of the gradients, ZeRO-3 also of the weights. For Psi parameters and m microbatc
     2 gradients too              2 + 14/D                           (1 + m) Psi (D-1)/D
     3 weights too (FSDP)         16/D                          at most 3 m Psi (D-1)/D
 
-(D counts all ranks that see different tokens: with --cp the context ranks too. ZeRO-3: an embedding
-and the last layer of a stage are not gathered a second time.)
+(D counts all ranks that see different tokens: with --cp the context ranks too. ZeRO-3 gathers an
+embedding once, and the last layer of a stage if its backward follows its forward at once.)
 ZeRO-2 and 3 reduce the gradients of every microbatch, because a sum kept until the last microbatch
 would be a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
 is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
@@ -19,7 +19,7 @@ is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
 Hybrid sharding (--shard R): shards over R of the D ranks, so R stands for D in the table, and the
 chunks of the n = D/R replicas of a shard are all-reduced once a step: 2 (n-1)/n Psi/R more.
 
-    torchrun train.py --dp 4 --zero 3
+    python train.py --dp 4 --zero 3
     python -m extras.show zero      each stage, on 4 ranks
 """
 
@@ -123,7 +123,8 @@ class ZeRO2(ZeRO1):
     """Shards gradients too. As soon as a backward has computed the gradients of a Flat, they are
     reduce-scattered, while backward goes on to the next Flat. When the next Flat's gradients are
     there, this rank's chunk is added to the sum, and the rest is freed. So whole gradients exist of
-    two layers at most."""
+    two layers at most; of more only if something else computes them ahead: the head's matrix, whose
+    gradient its forward computes, and W of zb-h1, of a whole stage."""
 
     every_microbatch = True
 

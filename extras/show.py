@@ -308,7 +308,7 @@ def schedules_command(words):
     for name in [args.schedule] if args.schedule else fitting:
         try:
             lists, where = schedules.make_lists(name, P, m), schedules.placement(name, P)
-            schedules.validate(lists, where)
+            schedules.check_lists(lists, where)
             timeline = schedules.simulate(lists, where, args.costs)
             if args.svg:
                 title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"

@@ -279,7 +279,8 @@ def check_layout(cfg, world):
     require_divides(cfg, "ep", whole="dp" if cfg.shard == cfg.dp else "shard")
     require(cfg.ep == 1 or cfg.experts, f"{given(cfg, 'ep')} is for --experts; say how many")
     if cfg.experts:
-        require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
+        tensor_ranks = ("tp",) if cfg.sp else ()  # with --sp they divide the experts, too
+        require_multiple(cfg, "experts", cfg.ep * (cfg.tp if cfg.sp else 1), "ep", *tensor_ranks)
         require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "
                 f"{given(cfg, 'experts')}")
 

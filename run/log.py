@@ -120,14 +120,17 @@ class Log:
 
         return timed_wait
 
-    def step(self, step, lr, loss, norm, asked, read_now):
+    def note_step(self, step, lr, loss, norm, asked, saves):
         """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
-        were asked to stop. A GPU's are read one step late, unless read_now, or a stop was asked."""
+        were asked to stop. A GPU's are read and printed one step late, so that the host can post
+        the next step while the GPU computes; but at once before a validation and a checkpoint.
+        Sets `stopping` and `gave_up`."""
         scale = self.trainer.optimizer.numbers()["scale"]
         numbers = torch.stack([value.double() for value in (loss, norm, asked, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))
         self.done = step + 1
-        self.catch_up(unread=1 if self.is_cuda and not read_now else 0)
+        validates = self.cfg.eval_interval and self.done % self.cfg.eval_interval == 0
+        self.catch_up(unread=1 if self.is_cuda and not saves and not validates else 0)
         if self.stopping:
             self.catch_up()
 
@@ -162,7 +165,7 @@ class Log:
         if step - self.first < 10 or step == cfg.steps - 1 or step % LOG_INTERVAL == 0:
             self.say(line)
 
-    def validation(self, step, loss):
+    def note_validation(self, step, loss):
         """Print and write a validation's loss, per token and, if the data's meta.json says how long
         a token is, per byte."""
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
@@ -171,7 +174,7 @@ class Log:
         self.say(line + (f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""))
         self.since = time.perf_counter()
 
-    def checkpoint(self, step, folder):
+    def note_checkpoint(self, step, folder):
         """A checkpoint was saved; None: none, because weights or states are not finite."""
         self.saved = folder or self.saved
         self.gave_up |= folder is None
@@ -215,7 +218,8 @@ def grid(sizes):
 def open_metrics(path, first):
     """metrics.jsonl to append to. A run that begins anew (first = 0) puts an earlier run's file
     aside. One that goes on from step `first` removes the lines of the steps that it repeats, and
-    what a crash has left behind the last whole line."""
+    what a crash has left behind the last whole line. The earlier run's validation of step `first`
+    stays. (If this run validates there, too, the file has both: the later one counts.)"""
     if first == 0 and path.exists():
         put_aside(path)
     kept = []
@@ -223,7 +227,7 @@ def open_metrics(path, first):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                # A validation of step `first` was after step first - 1
+                # A validation of step `first` was before this step
                 end = first + 1 if "val_loss" in record else first
                 if record["step"] < end:
                     kept.append(line + "\n")

@@ -282,7 +282,7 @@ def test_a_validation_is_in_bits_per_byte():
     written, said = [], []
     data = SimpleNamespace(meta={"bytes_per_token": 4.0})
     log = SimpleNamespace(write=lambda **record: written.append(record), say=said.append, data=data)
-    Log.validation(log, 7, 6 * math.log(2))
+    Log.note_validation(log, 7, 6 * math.log(2))
     assert math.isclose(written[0]["val_bits_per_byte"], 1.5)
     assert said[0].endswith("4.1589 nats per token, 1.5000 bits per byte")
 

@@ -25,7 +25,7 @@ BUGS = [
      "self.sums[flat] += chunk", "self.sums[flat] = chunk.clone()",
      "--dp 2 --zero 2 --microbatches 3"),
     ("the loss is a mean of the microbatches' means", "pipeline.py",
-     "last_layer(y, targets) / self.num_tokens", "last_layer(y, targets) / targets.numel()",
+     "last_of_stage(y, targets) / self.num_tokens", "last_of_stage(y, targets) / targets.numel()",
      "--microbatches 3"),
     ("the balance loss is not divided by the tokens", "pipeline.py",
      "balance / self.num_tokens", "balance", "--experts 4"),

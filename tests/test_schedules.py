@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from schedules import SCHEDULES, Schedule, cut, make_lists, placement, simulate, validate
+from schedules import SCHEDULES, Schedule, check_lists, cut, make_lists, placement, simulate
 from test_all import differences
 from tests.harness import TOLERANCE, close, flags_of, in_layout, make_trainer, ranks
 
@@ -21,7 +21,7 @@ CASES = [(name, P, m)
 
 def test_every_schedule_is_valid_and_comes_to_its_end():
     for name, P, m in CASES:
-        validate(make_lists(name, P, m), placement(name, P), m)
+        check_lists(make_lists(name, P, m), placement(name, P), m)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -39,7 +39,7 @@ def test_damaged_lists_are_rejected(name):
                 damaged.append(swapped)
             for each in damaged:
                 with pytest.raises(ValueError, match="missing|doubled|deadlock"):
-                    validate([*whole[:rank], each, *whole[rank + 1 :]], where, 6)
+                    check_lists([*whole[:rank], each, *whole[rank + 1 :]], where, 6)
 
 
 @pytest.mark.parametrize("P,m", [(2, 8), (4, 8), (4, 12), (8, 16)])

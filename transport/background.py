@@ -11,7 +11,7 @@ class Background:
     """Runs functions one after the other, in the order in which they were started:
 
         GPU                  while the caller goes on, on a stream of its own, whose messages
-                             overtake products that the GPU has yet to compute
+                             overtake matrix products that are already queued on the GPU
         CPU, torch has       while the caller goes on, in a thread
         several threads
         CPU, one thread      when they are waited for. (A thread of their own would take the core
@@ -33,7 +33,8 @@ class Background:
 
     def start(self, function, *args):
         """Start function(*args); return a function that waits for its end, and raises its error (on
-        a GPU start() raises it). Do not touch what the function reads or writes before that."""
+        a GPU start() raises it). Do not touch what the function reads or writes before that, nor
+        free it."""
         if self.stream:
             return self.start_on_stream(function, *args)
         if not self.thread and torch.get_num_threads() > 1:
@@ -76,6 +77,5 @@ class Background:
 
         def wait():
             torch.cuda.current_stream().wait_event(event)
-            return args  # so that `wait` keeps them: the allocator must not reuse their memory
 
         return wait

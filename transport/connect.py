@@ -76,59 +76,63 @@ def tell_all(communicator, value):
     return [json.loads(bytes(each.tolist())) for each in values]
 
 
-def connected(name):
-    """A socket that is connected to the listening socket of this name."""
-    end = socket.socket(*PACKETS)
-    end.connect(f"\0nanoparallel-{name}")
-    return end
+def accept_peers(listener, processes, timeout):
+    """Accept two connections from each of these {peer: number of its process}. Returns {peer: [its
+    sockets, in order of connection]}. The kernel says whose process has connected; one that is no
+    peer's is closed."""
+    accepted = {peer: [] for peer in processes}
+    deadline = time.monotonic() + timeout
+    while any(len(sockets) < 2 for sockets in accepted.values()):
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        end, _ = listener.accept()
+        process = process_at(end)
+        senders = [peer for peer in processes
+                   if processes[peer] == process and len(accepted[peer]) < 2]
+        if senders:
+            accepted[senders[0]].append(end)
+        else:
+            end.close()
+    return accepted
 
 
 def links_of(communicator, rank, timeout):
-    """Collective: {peer: Link} to the ranks of a group that can share memory with this one.
+    """Collective: {peer: Link} to the ranks of a group that can share memory with this one. A pair
+    of ranks has two sockets, and the higher rank makes both connections:
 
-    The ranks tell each other through gloo where they are, their process numbers and the random
-    names of their listening sockets. Each connects to the ranks before it, twice, once for each
-    direction, and accepts the ranks after it. No rank waits in a circle: each listens before it
-    tells its name, and connecting needs no accept. The kernel says which process has connected, so
-    a connection need not say anything, and that of a process that is no rank is closed."""
-    mine = machine()
+        rank 0  listens  <---  connects, twice  rank 1       socket 1 carries messages 0 -> 1
+                                                             socket 2 carries messages 1 -> 0
+
+    No rank waits in a circle: each listens before it tells the name of its listening socket, a
+    random one, and connecting needs no accept."""
+    own_machine = machine()
     name = secrets.token_hex(8)
-    listener = None
-    if mine:
-        listener = socket.socket(*PACKETS)
+    listener = socket.socket(*PACKETS) if own_machine else None
+    if listener:
         listener.bind(f"\0nanoparallel-{name}")
         listener.listen(4096)
-    told = tell_all(communicator, [mine, os.getpid(), name])
-    processes = {peer: process for peer, (place, process, _) in enumerate(told)
-                 if mine and place == mine and peer != rank}
-    ends = {peer: [] for peer in processes}  # of each peer two sockets, in order of connection
+    told = tell_all(communicator, [own_machine, os.getpid(), name])  # over gloo
+    processes = {peer: process for peer, (its_machine, process, _) in enumerate(told)
+                 if own_machine and its_machine == own_machine and peer != rank}
+    sockets = {}  # peer -> [socket 1, socket 2]
     with errors_of_sockets(timeout):
         for peer in processes:
             if peer < rank:
-                _, _, peer_name = told[peer]
-                ends[peer] = [connected(peer_name), connected(peer_name)]
-        deadline = time.monotonic() + timeout
-        while any(len(pair) < 2 for pair in ends.values()):
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            end, _ = listener.accept()
-            process = process_at(end)
-            known = [peer for peer in processes
-                     if processes[peer] == process and len(ends[peer]) < 2]
-            if known:
-                ends[known[0]].append(end)
-            else:
-                end.close()
+                _, _, its_name = told[peer]
+                sockets[peer] = [socket.socket(*PACKETS), socket.socket(*PACKETS)]
+                for end in sockets[peer]:
+                    end.connect(f"\0nanoparallel-{its_name}")
+        higher = {peer: process for peer, process in processes.items() if peer > rank}
+        sockets |= accept_peers(listener, higher, timeout)
     if listener:
         listener.close()
     # The longest that a receive blocks, as C's timeval: seconds, microseconds
     limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     links = {}
-    for peer, (first, second) in ends.items():
+    for peer, (first, second) in sockets.items():
         for end in (first, second):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        # The first socket carries the messages of the lower rank, the second the other's
         outgoing, incoming = (first, second) if rank < peer else (second, first)
-        # links.values(): a view, which has all links once this loop has ended
+        # links.values(): a view, to which this loop adds the later links
         links[peer] = Link(outgoing, incoming, timeout, links.values())
     return links
 

@@ -5,7 +5,7 @@
                  operations of a communicator run one after the other, in the order of posting;
                  wait() lets the current stream wait, and the host goes on
 
-On one communicator two ranks that both send first and receive then would wait forever: each send
+If two ranks both post a send before the receive, on one communicator, they wait forever: each send
 waits for a receive that stands behind the other rank's send. So messages to higher ranks travel on
 one communicator, `up`, those to lower ranks on another, `down`:
 
@@ -13,14 +13,14 @@ one communicator, `up`, those to lower ranks on another, `down`:
     up      send to 1       receive from 0
     down    receive from 1  send to 0
 
-What one exchange sends and receives on the same communicator (in a ring) is posted as one batch.
-Longer circles, through more ranks or microbatches, would still be possible. The four schedules and
+What one exchange sends and receives on the same communicator (in a ring) is posted as one batch, so
+neither waits behind the other. Longer circular waits, through more ranks or microbatches, would
+still be possible. The four schedules and
 all other messages have none: tests/test_gpu.py runs each with operations queued like this. Add a
-schedule of your own there; schedules.validate, in which no message blocks a rank, does not tell.
+schedule of your own there; schedules.check_lists, in which no message blocks a rank, does not tell.
 """
 
 import time
-from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ class Nccl:
     def __init__(self, up, down, rank, timeout):
         """up, down: torch's ProcessGroups, of the same ranks."""
         self.up, self.down, self.rank, self.timeout = up, down, rank, timeout
-        self.pending = deque()  # torch's Works that the GPU may not have finished
 
     def exchange(self, send, dst, recv, src, combine):
         """Like Gloo.exchange, but the function that is returned lets the current stream wait."""
@@ -46,9 +45,6 @@ class Nccl:
             batches[way].append(dist.P2POp(dist.isend, send, group=way, group_peer=dst))
         works = [work for batch in batches.values() if batch
                  for work in dist.batch_isend_irecv(batch)]
-        while self.pending and self.pending[0].is_completed():
-            self.pending.popleft().wait()  # raises the error of an operation that failed
-        self.pending += works
 
         def wait():
             for work in works:
@@ -63,17 +59,13 @@ class Nccl:
         returns the numbers. In a step the host waits for the GPU nowhere else (except in
         MixtureOfExperts.run_rows), so a rank that has died or hangs is noticed here: RuntimeError
         if the copy is not there after `timeout` seconds."""
-        # (Tests read a CPU's tensors)
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # not in tests
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.current_stream().record_event()
 
         def finish():
             deadline = time.monotonic() + self.timeout
             while not copied.query():
-                for work in self.pending:
-                    if work.is_completed():
-                        work.wait()  # raises the error of an operation that failed
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"the GPU's messages are not done within {self.timeout:g} s")
                 time.sleep(0.0002)

@@ -14,11 +14,11 @@ each direction a Unix socket that carries the buffers' numbers (connect.py makes
                receiver, until some 270 numbers are unread (push)
     receive    sleeps until a number comes, then combines straight out of the sender's buffer
 
-A long message travels in pieces, which stay in the cache from one rank's copy to the next one's.
-What one exchange sends and receives moves in turn: AHEAD pieces leave at once, and one more for
-each piece that has come. So a link holds few buffers, unless a sender runs ahead of its receiver. A
-receiver wakes at once if its peer dies. No buffer has a name (memfd_create) and no socket a file
-(abstract names): nothing outlives the processes. A link serves one thread at a time.
+A long message travels in pieces, short enough to be still in the CPU's cache when the receiver
+reads them. What one exchange sends and receives moves in turn: AHEAD pieces leave at once, and one
+more for each piece that has come. So a link holds few buffers, unless a sender runs ahead of its
+receiver. A receiver wakes at once if its peer dies. No buffer has a name (memfd_create) and no
+socket a file (abstract names): nothing outlives the processes. A link serves one thread at a time.
 """
 
 import os
@@ -34,7 +34,7 @@ import torch
 
 PIECE_SENT = struct.Struct("<II")  # number of the buffer that holds the piece; bytes of the piece
 NUMBER = struct.Struct("<I")  # of a buffer that is free again
-MOST = 1024  # numbers in a packet
+MOST_NUMBERS = 1024  # in a packet
 PIECE = 2 << 20  # bytes of a buffer, of which a piece of a message takes as many as it needs
 AHEAD = 2  # pieces that an exchange sends before the first one that it receives has come
 
@@ -86,7 +86,8 @@ class Link:
 
     def __init__(self, outgoing, incoming, timeout, links):
         """outgoing: the socket over which this rank's messages go and its buffers' numbers come
-        back; incoming: the same for the peer's messages. links: all links of the group."""
+        back; incoming: the same for the peer's messages. links: the links of the group, to which
+        later ones are added."""
         self.outgoing, self.incoming, self.timeout, self.links = outgoing, incoming, timeout, links
         self.buffers = []  # this rank's, which the peer reads
         self.free = []  # the numbers of those that are free
@@ -98,9 +99,9 @@ class Link:
 
     # ---- send ----
 
-    def send(self, most):
-        """Send the next `most` of the unsent pieces."""
-        for _ in range(min(most, len(self.unsent))):
+    def send(self, count):
+        """Send the next `count` of the unsent pieces, or as many as there are."""
+        for _ in range(min(count, len(self.unsent))):
             piece = self.unsent.popleft().view(torch.uint8)
             length = piece.numel()
             number, files = self.free_buffer()
@@ -121,15 +122,13 @@ class Link:
     def take_back(self):
         """Read the numbers of buffers that are free again."""
         with suppress(BlockingIOError):  # no more numbers. An empty packet: the peer has ended
-            while packet := self.outgoing.recv(NUMBER.size * MOST, socket.MSG_DONTWAIT):
+            while packet := self.outgoing.recv(NUMBER.size * MOST_NUMBERS, socket.MSG_DONTWAIT):
                 self.free += [number for number, in NUMBER.iter_unpack(packet)]
             raise EOFError
 
     def push(self, packet, files):
         """Send a packet, and beside it open files: the peer gets copies of them. A socket holds
-        some 270 packets that the peer has not read. While this one is full, read what the peers of
-        this group have sent, so that two ranks that send to each other cannot block each other. (A
-        circle through several groups is not handled: some ranks would be 270 messages apart.)"""
+        some 270 packets that the peer has not read (the kernel's limit)."""
         deadline = time.monotonic() + self.timeout
         alive = [*self.links]  # whose peers have not ended
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))]
@@ -141,18 +140,25 @@ class Link:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise
-                poll = select.poll()
-                poll.register(self.outgoing, select.POLLOUT)
-                for link in alive:
-                    poll.register(link.incoming, select.POLLIN)
-                ready = {file for file, _ in poll.poll(1e3 * self.timeout)}
-                for link in [each for each in alive if each.incoming.fileno() in ready]:
-                    try:
-                        link.arrived.append(link.next_piece())
-                    except EOFError:  # this link's own receive will say so
-                        alive.remove(link)
+                self.wait_for_room(alive)
         for file in files:
             os.close(file)
+
+    def wait_for_room(self, alive):
+        """Wait until the full socket has room, or a peer of this group has sent a piece; read that
+        piece. So two ranks that both send more than a socket holds cannot block each other. (A
+        circular wait through several groups is not broken: it needs ranks 270 packets apart.)
+        alive: links; those whose peers have ended are removed."""
+        poll = select.poll()
+        poll.register(self.outgoing, select.POLLOUT)
+        for link in alive:
+            poll.register(link.incoming, select.POLLIN)
+        ready = {file for file, _ in poll.poll(1e3 * self.timeout)}
+        for link in [each for each in alive if each.incoming.fileno() in ready]:
+            try:
+                link.arrived.append(link.next_piece())
+            except EOFError:  # the link's own receive will say so
+                alive.remove(link)
 
     # ---- receive ----
 
@@ -171,13 +177,13 @@ class Link:
         # that has ended needs no buffers
         with suppress(BlockingIOError, ConnectionError):
             while self.to_give_back:
-                packet = b"".join(NUMBER.pack(number) for number in self.to_give_back[:MOST])
-                self.incoming.send(packet, socket.MSG_DONTWAIT)
-                del self.to_give_back[:MOST]
+                packed = [NUMBER.pack(number) for number in self.to_give_back[:MOST_NUMBERS]]
+                self.incoming.send(b"".join(packed), socket.MSG_DONTWAIT)
+                del self.to_give_back[:MOST_NUMBERS]
 
     def next_piece(self):
-        """(number of the buffer, bytes) of the next piece, as soon as the peer has sent it. Maps a
-        new buffer, so that its file need not stay open."""
+        """Wait for the next piece. Returns (number of its buffer, bytes). The file of a new buffer
+        comes with its first piece: map the buffer, and close the file."""
         while True:
             # The kernel reports once that the peer has ended without reading all numbers: try
             # again, because what the peer has sent is still here
