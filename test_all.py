@@ -296,8 +296,8 @@ def prove(layouts=LAYOUTS):
                   + ("" if equal else "  DIFFERS"), flush=True)
         worst = run(["--dp", "2"], folder, bug=True)
         seen = not bool((worst < TOLERANCE).all())
-        print("control, --dp 2: a halved gradient on one rank is",
-              "seen" if seen else "NOT SEEN")
+        print("control: --dp 2 with a halved gradient on one rank",
+              "differs, as it must" if seen else "IS NOT SEEN")
     print(f"{len(rows)} layout{'s' * (len(rows) > 1)} in {time.time() - begin:.0f} s: "
           + (f"{wrong} differ" if wrong else f"all within {TOLERANCE:.0e} of one process"))
     return wrong + (not seen)

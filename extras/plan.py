@@ -445,7 +445,7 @@ def show(model, gpus, gpu, batch_size):
         best.setdefault((x.dp, x.tp, x.pp, x.cp, x.ep), row)
     parameters = sum(shape.numel() for shape in shapes_of(on_meta(model)).values())
     print(f"{parameters / 1e9:.1f}e9 parameters, {batch_size} sequences of {model.block_size} "
-          f"tokens, 16 bits. {len(found)} layouts fit; the fastest {ROWS}, one for each split.\n"
+          f"tokens, 16 bits. {len(found)} layouts fit; the fastest of each split, {ROWS} at most.\n"
           "Between the bars: GB that the fullest rank holds; GB that the slowest sends in a step\n")
     print(ROW.format(*COLUMNS))
     for split, (seconds, x, held, bubble, sent) in [*best.items()][:ROWS]:
