@@ -30,10 +30,10 @@ class Flat:
     tensor is padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each rank
     of the ZeRO group (shard.py).
 
-    D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5:
+    D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5, padding 1:
 
-        | c_attn, 12                | c_proj, 4 | LayerNorm, 5 | padding, 1 |
-        | chunk 0, 11            | chunk 1, 11                            |
+        |c_attn, 12                         |c_proj, 4  |LayerNorm, 5  |1 |
+        |chunk 0, 11, of rank 0          |chunk 1, of rank 1              |
 
     Here each parameter gets its memory and its value: train.py makes the model on the meta device,
     where tensors have shapes only."""
