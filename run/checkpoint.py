@@ -10,10 +10,9 @@ model lies in the file, and writes its own slices there, as its tags say (runs).
 Nothing is gathered. To read, a rank maps the file into memory and takes its slices (Tag.slice).
 
 All files are written into step-N.tmp. Once they are on the disk, the folder is renamed to step-N,
-and only then it is a checkpoint, which is never deleted: a run that went back to an earlier step
-renames the steps that it overtakes to step-N.old-1. So the newest is the one with the largest step.
-A rank that cannot read or write raises a FileError, which ends all ranks with this one line (joined
-in run/launch.py).
+and only then it is a checkpoint, which is never deleted: a step-N that is written again (the run
+went back) moves the old one aside, to step-N.old-1. A rank that cannot read or write raises a
+FileError, which ends all ranks with this one line (joined in run/launch.py).
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
@@ -24,7 +23,7 @@ import math
 import os
 import shutil
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -44,7 +43,8 @@ EMBEDDING = "transformer.wte.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer one
-NUMBERS = {"step": int, "updates": float, "scale": float, "good_steps": int}  # of a manifest
+# Numbers of a manifest; `number`: which checkpoint of the folder it is, in the order of writing
+NUMBERS = {"number": int, "step": int, "updates": float, "scale": float, "good_steps": int}
 
 # ---- safetensors ----
 
@@ -172,24 +172,30 @@ def read_manifest(folder):
     return manifest
 
 
-def steps_in(out):
-    """The folders step-N in `out`, by step: without those of interrupted saves (.tmp) and those put
-    aside (.old-1)."""
-    return sorted(folder for folder in Path(out).glob("step-*") if not folder.suffix)
-
-
 def complete(out):
-    """The folders of the checkpoints in `out` that can be read, by step; says which ones cannot."""
+    """The folders of the checkpoints in `out` that can be read, in the order in which they were
+    written; says which ones cannot."""
     found = []
-    for folder in steps_in(out):
+    for folder in sorted(Path(out).glob("step-*")):
+        if folder.suffix == ".tmp":
+            continue  # a save that was interrupted
         try:
             for file in (MODEL, OPTIMIZER):
                 open_tensors(folder / file)
-            read_manifest(folder)
-            found.append(folder)
+            found.append((read_manifest(folder)["number"], folder))
         except FileError as error:
             say(f"{folder} skipped: {error}")
-    return found
+    return [folder for _, folder in sorted(found)]
+
+
+def last_number(out):
+    """The largest number of a checkpoint in `out`: numbers tell the order of writing, which a clock
+    that was set back would not."""
+    numbers = [0]
+    for path in out.glob(f"step-*/{MANIFEST}"):
+        with suppress(FileError):
+            numbers.append(read_manifest(path.parent)["number"])
+    return max(numbers)
 
 
 def find(path):
@@ -364,7 +370,8 @@ def save(trainer, step, data_folder=""):
         wait_for_all(world)
         if world.rank == 0:
             numbers = trainer.optimizer.numbers().items()
-            manifest = {"step": step,
+            manifest = {"number": last_number(out) + 1,
+                        "step": step,
                         **{name: value.item() for name, value in numbers},
                         "model": asdict(trainer.config),
                         "config": vars(trainer.cfg),  # the flags, for people
@@ -372,9 +379,8 @@ def save(trainer, step, data_folder=""):
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*folder.iterdir(), folder):
                 sync(path)
-            for later in steps_in(out):
-                if later >= final:
-                    put_aside(later)
+            if os.path.lexists(final):
+                put_aside(final)
             os.rename(folder, final)
             sync(out)
     wait_for_all(world)  # no rank goes on before the checkpoint has its name
