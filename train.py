@@ -199,7 +199,8 @@ def train(cfg, mesh, local_rank):
 
         done = step + 1
         saves = is_due(done, cfg.save_interval) or done == cfg.steps
-        log.note_step(step, lr, loss, norm, asked, saves)  # prints the step
+        # Prints the step; on a GPU one step late, but at once before a checkpoint or a validation
+        log.note_step(step, lr, loss, norm, asked, saves or is_due(done, cfg.eval_interval))
         # All ranks have read the same numbers, so all take the same branches. log.stopping: a
         # signal has asked some rank to stop. log.gave_up: too many steps whose norm is not finite,
         # or weights that are not finite, for which save() returns None

@@ -120,17 +120,15 @@ class Log:
 
         return timed_wait
 
-    def note_step(self, step, lr, loss, norm, asked, saves):
+    def note_step(self, step, lr, loss, norm, asked, at_once):
         """A step was posted. Its numbers are tensors, the same on every rank; asked: how many ranks
         were asked to stop. A GPU's are read and printed one step late, so that the host can post
-        the next step while the GPU computes; but at once before a validation and a checkpoint.
-        Sets `stopping` and `gave_up`."""
+        the next step while the GPU computes, unless at_once. Sets `stopping` and `gave_up`."""
         scale = self.trainer.optimizer.numbers()["scale"]
         numbers = torch.stack([value.double() for value in (loss, norm, asked, scale)])
         self.unread.append((step, lr, self.world.start_read(numbers)))
         self.done = step + 1
-        validates = self.cfg.eval_interval and self.done % self.cfg.eval_interval == 0
-        self.catch_up(unread=1 if self.is_cuda and not saves and not validates else 0)
+        self.catch_up(unread=1 if self.is_cuda and not at_once else 0)
         if self.stopping:
             self.catch_up()
 

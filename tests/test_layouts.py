@@ -38,7 +38,7 @@ EVERY = """
     --cp 3 --block-size 24 --tp 2 --sp --zero 3
     --cp 2 --tp 2 --pp 2 --sp --microbatches 3 --recompute
     --dp 3 --ep 3 --experts 3 --top-k 1 --pp 2 --microbatches 2
-    --tp 3 --experts 3 --top-k 3
+    --tp 2 --experts 3 --top-k 3
     --dp 2 --ep 2 --cp 2 --experts 4 --zero 2
     --dp 4 --ep 2 --shard 2 --experts 4 --zero 3 --top-k 1
     --dp 2 --ep 2 --tp 2 --experts 4

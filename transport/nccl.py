@@ -15,9 +15,9 @@ one communicator, `up`, those to lower ranks on another, `down`:
 
 What one exchange sends and receives on the same communicator (in a ring) is posted as one batch, so
 neither waits behind the other. Longer circular waits, through more ranks or microbatches, would
-still be possible. The four schedules and
-all other messages have none: tests/test_gpu.py runs each with operations queued like this. Add a
-schedule of your own there; schedules.check_lists, in which no message blocks a rank, does not tell.
+still be possible. The four schedules and all other messages have none: tests/test_gpu.py runs each
+with operations queued like this. Add a schedule of your own there; schedules.check_lists, in which
+no message blocks a rank, does not tell.
 """
 
 import time
