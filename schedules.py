@@ -63,7 +63,7 @@ def one_f_one_b(P, m, v, rank):
 
 def weave(forwards, backwards, num_warmup):
     """1F1B of any two lists: num_warmup forwards, then one forward and one backward in turn, then
-    the backwards that are left."""
+    the backwards that are left. So num_warmup + 1 forwards come before the first backward."""
     entries = forwards[:num_warmup]
     steady = forwards[num_warmup:]
     for forward, backward in zip(steady, backwards, strict=False):
