@@ -8,7 +8,7 @@ collectives, --collectives native, the default on GPUs). A tensor of n bytes is 
     reduce_scatter    rank r ends with chunk r of the sum                 n (N-1)/N
     all_gather        each rank's own chunk is copied to all ranks        n (N-1)/N
     all_reduce        all ranks end with the sum of all: the two above    2 n (N-1)/N
-    all_to_all        rank i's j-th tensor, of n/N bytes, goes to rank j  n (N-1)/N
+    all_to_all        rank i's j-th tensor, of n/N bytes, goes to rank j  n (N-1)/N   always ours
 
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops: in a hop each
 rank sends one message, which takes latency + n/N / bandwidth. (Two ranks take one hop, with n
@@ -91,8 +91,8 @@ class Group:
         """Start a send of the tensor `send` to rank dst, and a receive into `recv` from rank src;
         either may be None. Both are contiguous; an empty tensor is not sent. combine(recv,
         received): how to merge what arrives, element by element and in place; None: recv is
-        overwritten. With combine, send and recv may be one tensor: each element is sent before the
-        received one is merged into it. Returns their Work.
+        overwritten. With combine, and dst = src, send and recv may be one tensor: each element is
+        sent before the received one is merged into it. Returns their Work.
 
         This may return before either message is complete; wait() then completes both together, so
         two ranks that exchange cannot block each other. Messages from one rank to another arrive in
@@ -181,7 +181,7 @@ def maximum(into, received):
 # Torch's own collectives (--collectives native). torch 2.13 renamed two of them
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# combine -> the same operation of torch; any other combine needs --collectives ring
+# combine -> the same operation of torch. (KeyError: another combine needs --collectives ring)
 OPERATIONS = {torch.Tensor.add_: dist.ReduceOp.SUM, maximum: dist.ReduceOp.MAX}
 
 
@@ -243,8 +243,8 @@ def all_reduce(tensor, group, combine=torch.Tensor.add_):
     """In: every rank a full tensor. Out: every rank the sum, in place.
 
     In a model its backward depends on who uses the sum. If each rank's loss is a term of the total
-    loss: an all_reduce of the gradients. If all ranks compute the same loss from the sum: nothing
-    (sum_over_ranks in tensor_parallel.py)."""
+    loss: an all_reduce of the gradients. If all ranks compute the same loss from the sum:
+    no message, the gradient passes unchanged (sum_over_ranks in tensor_parallel.py)."""
     if group.native_group:
         run_native(dist.all_reduce, group, flat_view(tensor), OPERATIONS[combine])
         return tensor

@@ -144,7 +144,7 @@ def ring_rounds(k, v, group):
     """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields (i, kv, queries, keys,
     causal) for each round i. queries, keys, causal: the result of visible(). kv (2, B, n_kv, Sk,
     hs): the keys and values to compute with, selected by `keys`. Sk is S/N, or S/(2N) for keys of
-    an earlier rank. Meanwhile the next ones travel (in shared memory: the first pieces)."""
+    an earlier rank. Meanwhile the next ones travel."""
     kv = torch.stack([k, v])
     for i in range(group.size):
         if i < group.size - 1:
@@ -260,7 +260,7 @@ def to_own_tokens(x, group):
 def all_to_all_attention(q, k, v, group):
     """causal_attention over tokens split by zigzag. q, result (B, nh, S/N, hs); k, v (B, n_kv, S/N,
     hs)."""
-    # Both permute elements, so each is the other's backward
+    # there and back only permute elements, so each is the other's backward
     there = partial(to_whole_sequences, group=group)
     back = partial(to_own_tokens, group=group)
     # q, k and v travel in one message, heads in the order of the ranks that get them. For two ranks

@@ -25,10 +25,10 @@ from collectives import all_reduce
 
 class Flat:
     """One tensor for those parameters of a layer that have their gradients summed over the same
-    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (Flats of
-    their own have: a weight that two layers share; experts; replicated parameters under --sp.) The
-    tensor is padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each rank
-    of the ZeRO group (shard.py).
+    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (These get
+    Flats of their own: a weight that two layers share; experts; replicated parameters under --sp.)
+    The tensor is padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each
+    rank of the ZeRO group (shard.py).
 
     D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5, padding 1:
 
@@ -52,7 +52,7 @@ class Flat:
         self.weights = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = None  # their gradients, arranged like the weights
         self.grad_views = {}  # parameter -> its gradient's place in self.grads
-        self.missing = 0  # while in DDP.queue: gradients that backward has yet to compute
+        self.missing = 0  # while in DDP.queue: gradients that are yet to be collected
         for param in params:
             view = self.view(self.weights, param)
             view.copy_(value(param.tag))
@@ -132,16 +132,24 @@ class DDP:
         expect()       before a backward of a stage. is_final: the stage's last one in this step
         complete()     in place of expect(), after a backward that was cut in two (pipeline.py)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
-                       over the ranks that the tag names. Clears the gradients for the next step
+                       over the ranks that the tag names. Lets each param.grad go (None)
         publish()      after the optimizer's step: sends new weights where the next forward needs
                        them on every rank
         whole()        (tag, this rank's whole slice) of every parameter
         sharded        True under ZeRO: each replica's optimizer steps different pieces
 
-    The path of a gradient: autograd computes param.grad and calls grad_added(), collect() moves it
-    into Flat.grads, start() starts the sum over the ranks once the Flat is complete, gradients()
-    waits for it. Under DDP and ZeRO-1 only the expect() before a stage's last backward fills the
-    queue; until then the microbatches' gradients add up in Flat.grads.
+    The path of a gradient: autograd computes param.grad and calls grad_added(); collect() moves it
+    into Flat.grads; once the Flat is complete, start_reduction() starts the sum over the ranks;
+    gradients() waits for it. Two Flats, A of the last layer with parameters a and b, B with c; two
+    microbatches:
+
+        expect(stage, is_final=False)    the queue stays empty
+        grad_added(a), (b), (c)          into Flat.grads
+        expect(stage, is_final=True)     queue: A, missing 2; B, missing 1
+        grad_added(a)                    added to Flat.grads; A.missing 1
+        grad_added(b)                    A.missing 0: A leaves the queue, its sum starts
+        grad_added(c)                    B, too, while A's gradients travel
+        gradients()                      waits for both
     """
 
     sharded = False
@@ -200,16 +208,17 @@ class DDP:
             # In the order of the queue, which is the same on all replicas. A message carries no
             # name: in another order one replica's block 2 would be added to another's block 3
             while self.queue and self.queue[0].missing == 0:
-                self.start(self.queue.pop(0))
+                self.start_reduction(self.queue.pop(0))
         elif not self.every_microbatch:  # a microbatch whose gradients are not yet to be sent
             self.collect(param, flat)
-        # Else ZeRO-2 or 3, and a gradient that comes before the expect() of its stage, such as of a
-        # backward that is cut in two: start() will collect it
+        # Else ZeRO-2 or 3, before the expect() of this stage (such as under zb-h1): the gradient
+        # stays in param.grad, and start_reduction() collects it
 
     def start_rest(self):
-        """Start the messages of the Flats that lack a gradient: a missing one counts as zeros."""
+        """Start all Flats that are still in the queue. A gradient that no backward has computed
+        counts as zeros."""
         while self.queue:
-            self.start(self.queue.pop(0))
+            self.start_reduction(self.queue.pop(0))
 
     def collect(self, param, flat):
         """Move a gradient into its Flat. A step's first backward makes a new param.grad: copy it,
@@ -226,10 +235,10 @@ class DDP:
             view.copy_(param.grad)
         param.grad = view
 
-    def start(self, flat):
+    def start_reduction(self, flat):
         """Start to sum the gradients of a Flat over the replicas."""
         if flat.missing:
-            for param in flat.params:
+            for param in flat.params:  # (collect skips those that it has collected)
                 self.collect(param, flat)
         self.reductions[flat] = self.background.start(self.reduce, flat)
 

@@ -1,21 +1,22 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T): neighbours
-in number differ in the last axis. Launchers number ranks machine by machine, so these neighbours
-share the fast links of a machine; ranks far apart talk over the network. So the axis that talks
-most comes last (innermost). (The axis of ZeRO stays outside, though ZeRO-3 talks much, too, because
-it has many ranks.)
+N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T), with six
+axes: neighbours in number differ in the last axis. Launchers number ranks machine by machine, so
+these neighbours share the fast links of a machine; ranks far apart talk over the network. So the
+axis that talks most comes last (innermost). (shard is an exception: ZeRO-3 sends much, but this
+axis usually has too many ranks for one machine.)
 
-    axis   splits                  messages
-    rep    the batch               once per step, if ZeRO shards over fewer ranks (--shard)
-    shard  the batch               once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
+    axis   splits                  messages, besides the sum of gradients
+    rep    the batch               none
+    shard  the batch               ZeRO-1, 2: the weights once per step; ZeRO-3: in every microbatch
     pp     the layers              twice per microbatch and boundary of stages: forward, backward
     ep     the batch, the experts  four all-to-alls of tokens per block and microbatch
     cp     a sequence's tokens     in each block's attention, forward and backward (ring: each hop)
     tp     matrices                four all-reduces per block and microbatch, one each for
-                                   embedding and head
+                                   embedding and head, small ones for the loss
 
-Gradients are summed over rep, shard, ep and cp, whose ranks see different tokens.
+Gradients are summed over rep, shard, ep and cp, whose ranks see different tokens (an expert's not
+over ep).
 
 The D data ranks (--dp) lie along three axes, rep x shard x ep: mesh.group("dp") is all of them. The
 flag --shard R says over how many data ranks ZeRO shards: those along shard and ep, so the axis

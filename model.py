@@ -11,6 +11,7 @@ C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
 
 Other files replace or set parts of these layers:
 
+    part                              why                    function          file
     c_attn, c_fc, c_proj, wte, Head   matrices are split     split_matrices    tensor_parallel.py
     Embedding.positions               tokens are split       split_sequences   context_parallel.py
                                       tokens are split again split_matrices    tensor_parallel.py
@@ -19,8 +20,8 @@ Other files replace or set parts of these layers:
                                       a cache of keys        generate          sample.py
     Block.mlp                         experts                MixtureGPT        experts.py
 
-`parts`: sizes of the matrices that lie in one tensor; tensor parallelism splits each of them.
-experts.py has GPTs with experts, llama.py a Llama.
+Attention.parts, MLP.parts: how many rows each matrix has in a tensor that holds several; tensor
+parallelism splits each of them. experts.py has GPTs with experts, llama.py a Llama.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.wte = embedding(config.vocab_size, config.n_embd)
         self.wpe = embedding(config.block_size, config.n_embd)
-        self.positions = None  # (S,), where tokens are split (split_sequences, split_matrices)
+        self.positions = None  # (S,); None: all, in order. train.py always sets them
 
     def forward(self, idx):  # (B, S) token ids
         return self.wte(idx) + self.wpe(positions_of(idx, self.positions))  # (B, S, C)
@@ -184,11 +185,11 @@ class GPT(nn.Module):
 def compile_layers(model):
     """torch.compile the embedding and each block (--compile). A module lists in `uncompiled` the
     methods that stay Python: they send messages, or make tensors whose size depends on the data."""
-    embedding, *blocks, _ = model.layers
+    first, *blocks, _ = model.layers
     for module in model.modules():
         for name in getattr(module, "uncompiled", ()):
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    embedding.forward = torch.compile(embedding.forward)
+    first.forward = torch.compile(first.forward)
     for block in blocks:
         block.compute = torch.compile(block.compute)
 

@@ -51,14 +51,13 @@ class Tag:
     @property
     def slice_shape(self):
         """The shape of the slice that this rank holds."""
-        held = sum(stop - start for start, stop in self.ranges)
-        return torch.Size((*self.shape[: self.dim], held, *self.shape[self.dim + 1 :]))
+        length = sum(stop - start for start, stop in self.ranges)
+        return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     def holders(self, sharded):
         """How many ranks end with the same gradient after all sums. Without ZeRO: all that hold
         the slice. With ZeRO (sharded) each rank of the ZeRO group has another chunk, so only those
-        of shared_by count. In the picture, without and with: 2 and 1 for c_attn, 4 and 2 for
-        LayerNorm."""
+        of shared_by count. In the picture: c_attn 2 without ZeRO, 1 with; LayerNorm 4 and 2."""
         shared_by = math.prod(group.size for group in self.shared_by)
         return shared_by * (1 if sharded else self.sum_over[0].size)
 
@@ -67,10 +66,10 @@ class Tag:
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
             return full.narrow(self.dim, start, stop - start)
-        held = [i for start, stop in self.ranges for i in range(start, stop)]
+        indices = [i for start, stop in self.ranges for i in range(start, stop)]
         # index_select, because torch.cat on train.py's meta device would import torch.compile,
         # which takes seconds
-        return full.index_select(self.dim, torch.tensor(held, device=full.device))
+        return full.index_select(self.dim, torch.tensor(indices, device=full.device))
 
 
 def bounds(n, group):
@@ -82,9 +81,9 @@ def bounds(n, group):
 
 
 def tag_whole(model, zero_group, rep):
-    """Tag every parameter of a model as whole, its gradient to be summed over the ZeRO group. rep:
-    the group along the mesh's axis of this name, whose ranks hold the same shard (hybrid sharding);
-    the gradient is to be summed over it, too."""
+    """Tag every parameter of a model as whole, its gradient to be summed over the ZeRO group and
+    over `rep`: the group along the mesh's axis of this name, whose ranks hold the same chunk under
+    ZeRO (--shard, zero.py)."""
     others = (rep,) if rep.size > 1 else ()
     for name, param in model.canonical_parameters():
         param.tag = Tag(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
@@ -94,8 +93,8 @@ def tag_whole(model, zero_group, rep):
 def take_slice(full, tag):
     """A new parameter: the tag's slice of `full`, tagged with `tag`. On the meta device it has a
     shape only."""
-    held = tag.slice(full.detach()).clone(memory_format=torch.contiguous_format)
-    part = torch.nn.Parameter(held, full.requires_grad)
+    values = tag.slice(full.detach()).clone(memory_format=torch.contiguous_format)
+    part = torch.nn.Parameter(values, full.requires_grad)
     part.tag = tag
     return part
 

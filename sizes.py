@@ -47,7 +47,7 @@ class GPTConfig:
 
     def block_weights(self):
         """Elements of the matrices of a block that a token runs through. Experts do not change
-        this number: a token runs through k of them, each 1/k as wide as the MLP."""
+        this number: a token runs through top_k of them, each 1/top_k as wide as the MLP."""
         return 12 * self.n_embd**2
 
     def expert_parameters(self):
@@ -112,7 +112,7 @@ def config_of(cfg, vocab_size):
     if cfg.experts:
         given["n_experts"] = cfg.experts
     else:
-        given.pop("top_k")  # has no effect: the default, so that equal models have equal configs
+        given.pop("top_k")  # without effect here: keep the default, so equal models compare equal
     if config_class is LlamaConfig:
         given.update(tied=not cfg.untied, qkv_bias=cfg.arch == "qwen2",
                      qk_norm=cfg.arch == "qwen3")

@@ -65,21 +65,22 @@ class Trainer:
                               if param.requires_grad]
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
-        # The ZeRO group: ranks that see different tokens. Gradients are summed over it, and ZeRO
-        # gives each of its ranks a chunk. On the axes of mesh.py it is shard and ep, together the
-        # data ranks, and cp. With --shard R it has R of the data ranks; rep is the axis of the rest
+        # The ZeRO group: ranks that hold the same slices and see different tokens. Gradients are
+        # summed over it, and ZeRO gives each of its ranks a chunk. It lies along three axes of
+        # mesh.py: shard and ep (all data ranks; under --shard R, R of them, whose copies lie along
+        # rep) and cp. (For experts spread_experts narrows it)
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
+
+        # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
+        # appends the weights' gradients that it leaves to the second. None: backwards are whole
+        deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
 
         # Each call adapts the model, in place, to what this rank has: its tokens of each sequence,
         # its slice of each matrix, its experts; the last two also update the tags.
         # self.positions: the places of this rank's tokens in their sequence
         self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
-        # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
-        # appends the weights' gradients that it leaves to the second. None: backwards are whole
-        deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
-        # (Without --tp it replaces the head only, by one that never holds all logits; with zb-h1
-        # all matrices)
+        # In a tensor group of one this still replaces the head, by one that never holds all logits
         split_matrices(model, mesh.group("tp"), cfg.sp, deferred)
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
@@ -123,7 +124,7 @@ class Trainer:
         """One step of training on [(ids, targets)], this data rank's microbatches. Returns three
         tensors, the same on every rank: the loss per token; the global norm of the gradients; and
         the number of ranks that were asked to stop."""
-        self.grads = []  # let go of the step before: ZeRO-2 and 3 free its memory
+        self.grads = []  # let go of the step before: under ZeRO-2 and 3 this frees its memory
         # Forward and backward. The pipeline divides each loss by the tokens of the whole batch
         # before backward. own_loss: what this rank adds when the ranks' numbers are summed to the
         # loss per token. Ranks without the last stage add 0. The tp ranks of a tensor group have
@@ -134,14 +135,17 @@ class Trainer:
         # What this rank adds to the norm's square: a gradient that n ranks hold counts 1/n on each
         own_square = self.optimizer.square(self.grads)
 
+        # all_reduce: every rank gets the sums over the world, which is all ranks
         own_asked = torch.full_like(own_loss, self.stop_asked)
         sums = all_reduce(torch.stack([own_loss, own_square, own_asked]), self.mesh.world)
         loss, square, asked = sums
-        # An infinite loss may have finite gradients: nan, so that the step is skipped
+        # If the loss is not finite, make the norm nan, so that the step is skipped, even if the
+        # gradients are finite
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
         self.optimizer.step(self.grads, norm, lr)  # clips and steps; skips if norm is not finite
-        # ZeRO-1, 2: every rank gets the weights that others have stepped. ZeRO-3: frees the old
+        # ZeRO-1, 2: every rank gets the weights that others have stepped. ZeRO-3: frees gathered
+        # copies of the old ones
         self.reducer.publish()
         return loss, norm, asked
 
@@ -199,12 +203,13 @@ def train(cfg, mesh, local_rank):
 
         done = step + 1
         saves = is_due(done, cfg.save_interval) or done == cfg.steps
-        # Prints the step; on a GPU one step late, but at once before a checkpoint or a validation
-        log.note_step(step, lr, loss, norm, asked, saves or is_due(done, cfg.eval_interval))
-        # All ranks have read the same numbers, so all take the same branches. log.stopping: a
-        # signal has asked some rank to stop. log.gave_up: too many steps whose norm is not finite,
-        # or weights that are not finite, for which save() returns None
+        # Reads and prints the numbers, and sets log.stopping (a signal has asked some rank to stop)
+        # and log.gave_up (too many norms were not finite). On a GPU one step late, unless at_once.
+        # The numbers are the same on all ranks, so all take the same branches below
+        log.note_step(step, lr, loss, norm, asked,
+                      at_once=saves or is_due(done, cfg.eval_interval))
         if (saves or log.stopping) and not log.gave_up:
+            # save() returns None if weights are not finite: then this, too, sets log.gave_up
             log.note_checkpoint(done, checkpoint.save(trainer, done, data.folder))
         if log.stopping or log.gave_up:
             break

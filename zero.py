@@ -11,7 +11,8 @@ of the gradients, ZeRO-3 also of the weights. For Psi parameters and m microbatc
     3 weights too (FSDP)         16/D                          at most 3 m Psi (D-1)/D
 
 (D counts all ranks that see different tokens: with --cp the context ranks too. ZeRO-3 gathers an
-embedding once, and the last layer of a stage if its backward follows its forward at once.)
+embedding once per microbatch, not twice; so, too, a stage's last layer, if its backward follows at
+once.)
 ZeRO-2 and 3 reduce the gradients of every microbatch, because a sum kept until the last microbatch
 would be a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
 is this rank's slice.) arXiv 1910.02054; FSDP, arXiv 2304.11277.
@@ -46,10 +47,12 @@ from ddp import DDP
 #
 # A step of ZeRO-3 with three blocks. F2: forward of block 2; B2: its backward
 #
-#    computes              | F1  | F2  | F3  | B3  | B2  | B1  |     | AdamW
-#    gathers weights     1 | 2   | 3   |     | 2   | 1   |     |     |
-#    has whole weights     | 1 2 | 2 3 | 3   | 3 2 | 2 1 | 1   | 1   | 1
-#    reduces gradients     |     |     |     |     | 3   | 2   | 1   |
+#    computes              |     | F1  | F2  | F3  | B3  | B2  | B1  |     | AdamW
+#    gathers weights       | 1   | 2   | 3   |     | 2   | 1   |     |     |
+#    has whole weights     |     | 1 2 | 2 3 | 3   | 3 2 | 2 1 | 1   | 1   | 1
+#    reduces gradients     |     |     |     |     |     | 3   | 2   | 1   |
+#
+# (A rank of one thread gathers and reduces when it waits for the result: transport/background.py)
 
 
 def first_of_chunk(flat):
@@ -123,8 +126,8 @@ class ZeRO2(ZeRO1):
     """Shards gradients too. As soon as a backward has computed the gradients of a Flat, they are
     reduce-scattered, while backward goes on to the next Flat. When the next Flat's gradients are
     there, this rank's chunk is added to the sum, and the rest is freed. So whole gradients exist of
-    two layers at most; of more only if something else computes them ahead: the head's matrix, whose
-    gradient its forward computes, and W of zb-h1, of a whole stage."""
+    two layers at most. (More exist where gradients come early: the head's matrix's, which its
+    forward computes; under zb-h1 those of a stage.)"""
 
     every_microbatch = True
 
@@ -145,8 +148,8 @@ class ZeRO2(ZeRO1):
             flat.view(flat.grads, param).copy_(param.grad)
             param.grad = None
 
-    def start(self, flat):
-        super().start(flat)
+    def start_reduction(self, flat):
+        super().start_reduction(flat)
         self.keep_chunk()  # the Flat before has travelled meanwhile
         self.reducing = flat
 
@@ -168,8 +171,8 @@ class ZeRO2(ZeRO1):
 
 
 class ZeRO3(ZeRO2):
-    """Shards weights too. A layer's weights are gathered while the layer before it computes, and
-    freed when the layer after it does: at most two layers' whole weights exist at a time.
+    """Shards weights too. A layer's weights are gathered while the layer before it in the pass
+    computes, and freed when the next one does: at most two layers' whole weights exist at a time.
 
     They are gathered once more for backward, which goes through the layers from the last to the
     first; all but the embedding's, because its backward reads no weights. free() resizes the

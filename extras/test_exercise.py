@@ -36,11 +36,12 @@ WRONG = [  # exercise, what is wrong, a text that its functions have once, the t
     ("ddp", "nothing travels before backward has ended",
      "while self.queue and self.queue[0].missing == 0:", "while False:"),
     ("ddp", "gradients travel in each microbatch",
-     "elif not self.every_microbatch:", "elif self.start(flat) or not self.every_microbatch:"),
+     "elif not self.every_microbatch:",
+     "elif self.start_reduction(flat) or not self.every_microbatch:"),
     ("ddp", "a layer travels once more, after backward",
      "while self.queue and self.queue[0].missing == 0:\n"
-     "                self.start(self.queue.pop(0))", "if flat.missing == 0:\n" + 16 * " " +
-     "self.start(flat)"),
+     "                self.start_reduction(self.queue.pop(0))",
+     "if flat.missing == 0:\n                self.start_reduction(flat)"),
     ("zero1", "nothing is summed", "reduce_scatter(flat.grads, flat.group)", "pass"),
     ("zero1", "each rank's chunk begins at 0", "first_of_chunk(flat)", "0"),
     ("zero1", "the weights' chunk for the gradients'", "own_chunk(flat.grads",

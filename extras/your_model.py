@@ -369,7 +369,7 @@ class ZeRO3(YourModel, zero.ZeRO3):
             complete = [flat.missing == 1 for flat in self.queue] + [False]
             place = f"the weights of {flat.params[0].tag.name}"
             for _ in range(self.least_of_all(complete.index(False), place)):
-                self.start(self.queue.pop(0))
+                self.start_reduction(self.queue.pop(0))
             flat.weights.untyped_storage().resize_(flat.weights.nbytes)
             own_chunk(flat.weights, self.order).copy_(self.chunks[flat])
             all_gather(flat.weights, self.order)

@@ -33,8 +33,8 @@ class Background:
 
     def start(self, function, *args):
         """Start function(*args); return a function that waits for its end, and raises its error (on
-        a GPU start() raises it). Do not touch what the function reads or writes before that, nor
-        free it."""
+        a GPU start() raises it). Until then do not touch, nor free, what the function reads or
+        writes."""
         if self.stream:
             return self.start_on_stream(function, *args)
         if not self.thread and torch.get_num_threads() > 1:

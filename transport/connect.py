@@ -2,7 +2,8 @@
 
 On GPUs a group has two communicators of NCCL, one for messages to higher ranks and one for messages
 to lower ranks (nccl.py). On CPUs it has one of gloo, over which the ranks of a machine find one
-another, to go on through shared memory (shared_memory.py)."""
+another, to go on through shared memory (shared_memory.py): each listens at a socket, all tell one
+another its name, the higher rank of a pair connects, the lower one accepts (links_of)."""
 
 import json
 import os
@@ -152,7 +153,8 @@ def carrier_of(communicators, rank, device, timeout):
 def connect_groups(all_ranks, own_rank, device, timeout):
     """Collective over the world: connect the ranks of each list in all_ranks. own_rank: this
     process's rank in the world. Returns (carrier, ProcessGroup of torch) of the list in which it
-    is; a rank that is alone has no ProcessGroup, and on a CPU no carrier.
+    is. The ProcessGroup (on GPUs `up`) also runs torch's own collectives. A rank that is alone has
+    none, and on a CPU no carrier.
 
     Every rank makes the communicators of all lists, because torch demands that."""
     is_cuda = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""gloo: torch's messages over TCP, between any two CPUs.
+"""gloo: torch's messages over TCP, between any two CPUs. Its rules:
 
     a send completes when the peer has posted the receive for it, so post receives first
     wait() blocks the thread, so wait as late as possible
@@ -21,7 +21,7 @@ class Gloo:
         waits = []
         landing = recv if combine is None or recv is None else torch.empty_like(recv)
         if recv is not None:
-            waits.append(self.communicator.recv([landing], src, 0).wait)  # 0: messages have no tag
+            waits.append(self.communicator.recv([landing], src, 0).wait)  # 0: torch's tag, unused
         if send is not None:
             waits.append(self.communicator.send([send], dst, 0).wait)
 

@@ -1,13 +1,13 @@
 """NCCL: messages between GPUs. Skip this file if you have none.
 
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the thread
-    NCCL (GPU)   messages have no tags: between two ranks they are matched in the order of posting;
+    NCCL (GPU)   messages carry no name: between two ranks they are matched in the order of posting;
                  operations of a communicator run one after the other, in the order of posting;
                  wait() lets the current stream wait, and the host goes on
 
 If two ranks both post a send before the receive, on one communicator, they wait forever: each send
 waits for a receive that stands behind the other rank's send. So messages to higher ranks travel on
-one communicator, `up`, those to lower ranks on another, `down`:
+one communicator, `up`, those to lower ranks on another, `down` (torch's own collectives on `up`):
 
             rank 0          rank 1
     up      send to 1       receive from 0
@@ -59,7 +59,8 @@ class Nccl:
         returns the numbers. In a step the host waits for the GPU nowhere else (except in
         MixtureOfExperts.run_rows), so a rank that has died or hangs is noticed here: RuntimeError
         if the copy is not there after `timeout` seconds."""
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # not in tests
+        # (Pinned, so that the copy goes on beside the host. Tests read tensors of a CPU)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.current_stream().record_event()
 

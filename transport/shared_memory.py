@@ -15,10 +15,15 @@ each direction a Unix socket that carries the buffers' numbers (connect.py makes
     receive    sleeps until a number comes, then combines straight out of the sender's buffer
 
 A long message travels in pieces, short enough to be still in the CPU's cache when the receiver
-reads them. What one exchange sends and receives moves in turn: AHEAD pieces leave at once, and one
-more for each piece that has come. So a link holds few buffers, unless a sender runs ahead of its
-receiver. A receiver wakes at once if its peer dies. No buffer has a name (memfd_create) and no
-socket a file (abstract names): nothing outlives the processes. A link serves one thread at a time.
+reads them. An exchange first sends AHEAD pieces, then one after each piece that it receives. So a
+link holds few buffers, unless a sender runs ahead of its receiver. Five pieces each way (s0: send
+piece 0; r0: receive piece 0):
+
+    exchange()    s0 s1
+    wait()        r0 s2 r1 s3 r2 s4 r3 r4
+
+A receiver wakes at once if its peer dies. No buffer has a name (memfd_create) and no socket a file
+(abstract names): nothing outlives the processes. A link serves one thread at a time.
 """
 
 import os
@@ -40,7 +45,7 @@ AHEAD = 2  # pieces that an exchange sends before the first one that it receives
 
 
 def pieces_of(tensor):
-    """The tensor's pieces: flat views. `.data`: autograd does not see who writes them."""
+    """The tensor's pieces: flat views. `.data`: autograd must not track what is written."""
     if not tensor.is_contiguous():
         raise RuntimeError("messages take contiguous tensors")
     return tensor.data.view(-1).split(PIECE // tensor.element_size())
@@ -94,7 +99,7 @@ class Link:
         self.unsent = deque()  # pieces that are still to be sent
         self.theirs = []  # the peer's buffers
         self.posted = deque()  # Receives in the order of posting, in which messages come
-        self.arrived = deque()  # pieces that came while a send found its socket full
+        self.arrived = deque()  # (buffer, bytes) of pieces that came while a send waited
         self.to_give_back = []  # numbers of the peer's buffers that this rank has read
 
     # ---- send ----
