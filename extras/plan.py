@@ -384,8 +384,8 @@ def model_of(words):
     if not llama:
         return GPTConfig(V, 0, L, heads, C)
     width, kv_heads, head_dim, experts, k = (*llama, 0, 0, 1)[:5]
-    return LlamaConfig(V, 0, L, heads, C, experts, k, n_kv_head=kv_heads, n_hidden=k * width,
-                       head_dim=head_dim, tied=False)
+    return LlamaConfig(V, 0, L, heads, C, n_experts=experts, top_k=k, n_kv_head=kv_heads,
+                       n_hidden=k * width, head_dim=head_dim, tied=False)
 
 
 def ideal_seconds(model, gpus, gpu, batch_size):
