@@ -23,7 +23,7 @@ import torch
 
 import schedules
 import sizes
-from collectives import all_gather, all_reduce, maximum
+from collectives import all_gather, all_reduce, maximum, reduce_scatter
 from context_parallel import zigzag
 from experts import kind_of
 from mesh import Mesh
@@ -93,7 +93,7 @@ def demo_collectives(rank):
         return exchange(*args)
 
     group.exchange = watched_exchange
-    all_reduce(x, group)
+    all_gather(reduce_scatter(x, group), group)
     states.append(x)
     print("a number is a chunk; its bit r, from the right, is 1 once rank r's term is in it")
     names = ["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)]
