@@ -6,7 +6,7 @@ that share a sequence sum their gradients, too: then D counts all these ranks.)
 
 No average is taken. The loss was divided by the number of tokens in the whole batch before
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. A layer's gradients
-are summed in one all-reduce, which runs while backward computes those of the layer before. With
+are summed in one all-reduce, which runs while backward computes those of the next layer down. With
 several microbatches it runs during the last backward only. A rank of one thread runs all of them
 after backward (transport/background.py). PyTorch Distributed, arXiv 2006.15704.
 
@@ -25,12 +25,12 @@ from collectives import all_reduce
 
 class Flat:
     """One tensor for those parameters of a layer that have their gradients summed over the same
-    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (These get
-    Flats of their own: a weight that two layers share; experts; replicated parameters under --sp.)
+    groups. Each parameter is a view of the tensor, and one all-reduce sums a layer. (Separate
+    Flats: a weight that two layers share; experts; frozen ones; replicated ones under --sp.)
     The tensor is padded to a multiple of D, and ZeRO (zero.py) cuts it into D chunks, one for each
     rank of the ZeRO group (shard.py).
 
-    D = 2; c_attn has 12 elements, c_proj 4, LayerNorm 5, padding 1:
+    D = 2; of a layer with c_attn of 12 elements, c_proj of 4, LayerNorm of 5; padding 1:
 
         |c_attn, 12                         |c_proj, 4  |LayerNorm, 5  |1 |
         |chunk 0, 11, of rank 0          |chunk 1, of rank 1              |
@@ -65,7 +65,7 @@ class Flat:
             torch.utils.swap_tensors(param, real)
 
     def view(self, tensor, param):
-        """The part of a tensor, arranged like the weights, that belongs to a parameter."""
+        """tensor: arranged like the weights. Returns a parameter's part of it."""
         return tensor.narrow(0, self.offsets[param], param.numel()).view(param.shape)
 
     def pieces(self, part, first):
@@ -133,8 +133,8 @@ class DDP:
         complete()     in place of expect(), after a backward that was cut in two (pipeline.py)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
                        over the ranks that the tag names. Lets each param.grad go (None)
-        publish()      after the optimizer's step: sends new weights where the next forward needs
-                       them on every rank
+        publish()      after the optimizer's step: sends new weights, if the next forward needs them
+                       on every rank
         whole()        (tag, this rank's whole slice) of every parameter
         sharded        True under ZeRO: each replica's optimizer steps different pieces
 
@@ -173,7 +173,7 @@ class DDP:
         for flat in self.trained_flats + self.frozen_flats:
             self.home |= dict.fromkeys(flat.params, flat)
         self.queue = []  # Flats whose messages the current backward is to start, in this order
-        self.reductions = {}  # Flat -> a function that waits until its gradients are summed
+        self.reductions = {}  # Flat -> a function that waits until reduce() has ended
         for flat in self.trained_flats:
             for param in flat.params:
                 param.register_post_accumulate_grad_hook(self.grad_added)
@@ -256,7 +256,7 @@ class DDP:
         found = []
         for flat in self.trained_flats:
             part, first = self.wait_for_reduction(flat)
-            for group in flat.others:
+            for group in flat.others:  # --shard's copies, --sp's replicated parameters, tied ends
                 all_reduce(part, group)
             found += [values for _, _, values in flat.pieces(part, first)]
             for param in flat.params:

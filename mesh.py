@@ -1,33 +1,34 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T), with six
-axes: neighbours in number differ in the last axis. Launchers number ranks machine by machine, so
+N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(rep, shard, pp, ep,
+cp, tp): neighbours in number differ in the last axis. Launchers number ranks machine by machine, so
 these neighbours share the fast links of a machine; ranks far apart talk over the network. So the
 axis that talks most comes last (innermost). (shard is an exception: ZeRO-3 sends much, but this
 axis usually has too many ranks for one machine.)
 
     axis   splits                  messages, besides the sum of gradients
     rep    the batch               none
-    shard  the batch               ZeRO-1, 2: the weights once per step; ZeRO-3: in every microbatch
+    shard  the batch               under ZeRO the weights, with ep and cp: once per step, ZeRO-3 in
+                                   every microbatch
     pp     the layers              twice per microbatch and boundary of stages: forward, backward
     ep     the batch, the experts  four all-to-alls of tokens per block and microbatch
     cp     a sequence's tokens     in each block's attention, forward and backward (ring: each hop)
     tp     matrices                four all-reduces per block and microbatch, one each for
                                    embedding and head, small ones for the loss
 
-Gradients are summed over rep, shard, ep and cp, whose ranks see different tokens (an expert's not
-over ep).
+Gradients are summed over rep, shard, ep and cp, whose ranks see different tokens. (shard.py's tags
+say more: an expert's not over ep; under --sp some over tp; a tied matrix's over two ranks of pp.)
 
 The D data ranks (--dp) lie along three axes, rep x shard x ep: mesh.group("dp") is all of them. The
-flag --shard R says over how many data ranks ZeRO shards: those along shard and ep, so the axis
-`shard` has R / ep ranks. For D = 8:
+flag --shard R says over how many of them ZeRO shards (all D by default): those along shard and ep,
+so the axis `shard` has R / ep ranks, also without ZeRO. For D = 8:
 
     no flag                 1 x 8 x 1     R = 8
     --shard 4               2 x 4 x 1     ZeRO shards over 4 ranks: two copies of each shard
     --ep 2                  1 x 4 x 2     two data ranks divide the experts; R = 8
     --shard 4 --ep 2        2 x 2 x 2     R = 4 again: 2 x 2 ranks
 
-A group along some axes: the ranks that differ in these axes only (drawn below).
+A group along some axes: the ranks that differ in these axes only (drawn under the imports).
 
     python -c "from mesh import lay_out; print(lay_out({'shard': 2, 'pp': 2, 'tp': 2}, ['pp']))"
 """
@@ -105,8 +106,8 @@ class Mesh:
         self.background = Background(self.device)
 
     def group(self, *axes):
-        """This rank's group along these axes. It has a communicator of its own, so its messages do
-        not wait behind those of another group."""
+        """This rank's group along these axes. It has a communicator of its own (if it has two
+        ranks), so its messages do not wait behind those of another group."""
         return self.join("_".join(axes), lay_out(self.sizes, axes))
 
     def index_and_size(self, *axes):

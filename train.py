@@ -66,14 +66,14 @@ class Trainer:
 
         # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
         # The ZeRO group: ranks that hold the same slices and see different tokens. Gradients are
-        # summed over it, and ZeRO gives each of its ranks a chunk. It lies along three axes of
-        # mesh.py: shard and ep (all data ranks; under --shard R, R of them, whose copies lie along
-        # rep) and cp. (For experts spread_experts narrows it)
+        # summed over it (DDP, too), and ZeRO gives each of its ranks a chunk. It lies along three
+        # axes of mesh.py: shard and ep (all data ranks; under --shard R only R of them, and ranks
+        # along rep hold the same chunks) and cp. (For experts spread_experts narrows it)
         zero_group = mesh.group("shard", "ep", "cp")
         tag_whole(model, zero_group, rep=mesh.group("rep"))
 
         # zb-h1 (schedules.py) cuts a backward in two. deferred: the list to which the first half
-        # appends the weights' gradients that it leaves to the second. None: backwards are whole
+        # appends what the second needs for the weights' gradients. None: backwards are whole
         deferred = [] if SCHEDULES[cfg.schedule].splits_backward else None
 
         # Each call adapts the model, in place, to what this rank has: its tokens of each sequence,
@@ -89,8 +89,8 @@ class Trainer:
         # pipeline rank of stage s; cuts[s]: (start, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp)
         self.cuts = cut(config.layer_costs(), len(self.where))
-        # If first and last stage are on two ranks, both hold the tied matrix: tag it, so that its
-        # gradient is summed over the two
+        # If first and last stage are on two ranks, both hold the tied matrix (if it is tied): tag
+        # it, so that its gradient is summed over the two
         if self.where[0] != self.where[-1]:
             tie_ends(model.layers, mesh.ends("pp"))
         for block in model.layers[1:-1]:
@@ -139,13 +139,12 @@ class Trainer:
         own_asked = torch.full_like(own_loss, self.stop_asked)
         sums = all_reduce(torch.stack([own_loss, own_square, own_asked]), self.mesh.world)
         loss, square, asked = sums
-        # If the loss is not finite, make the norm nan, so that the step is skipped, even if the
-        # gradients are finite
+        # If the loss is not finite, make the norm nan, so that the step is skipped
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
         self.optimizer.step(self.grads, norm, lr)  # clips and steps; skips if norm is not finite
-        # ZeRO-1, 2: every rank gets the weights that others have stepped. ZeRO-3: frees gathered
-        # copies of the old ones
+        # ZeRO-1, 2: starts to send every rank the weights that others have stepped. ZeRO-3: frees
+        # gathered copies of the old ones
         self.reducer.publish()
         return loss, norm, asked
 
@@ -186,7 +185,8 @@ def train(cfg, mesh, local_rank):
     from run.log import Log
 
     data = Data(cfg, local_rank)
-    # The folder of the checkpoint that --resume names, or None. Locks --out against a second run
+    # The folder of the checkpoint that --resume names or finds, or None. Locks --out against a
+    # second run
     resumed_from = checkpoint.lock_and_find(cfg, data, mesh.world)
     config = config_of(cfg, data.vocab_size)
     trainer = Trainer(cfg, mesh, config, checkpoint.initial_values(cfg, config, resumed_from))
@@ -204,12 +204,13 @@ def train(cfg, mesh, local_rank):
         done = step + 1
         saves = is_due(done, cfg.save_interval) or done == cfg.steps
         # Reads and prints the numbers, and sets log.stopping (a signal has asked some rank to stop)
-        # and log.gave_up (too many norms were not finite). On a GPU one step late, unless at_once.
-        # The numbers are the same on all ranks, so all take the same branches below
+        # and log.gave_up (too many norms were not finite). On a GPU one step late, unless at_once:
+        # what is saved or validated is known to be good. The numbers are the same on all ranks, so
+        # all take the same branches below
         log.note_step(step, lr, loss, norm, asked,
                       at_once=saves or is_due(done, cfg.eval_interval))
         if (saves or log.stopping) and not log.gave_up:
-            # save() returns None if weights are not finite: then this, too, sets log.gave_up
+            # save() returns None if weights are not finite; note_checkpoint then sets log.gave_up
             log.note_checkpoint(done, checkpoint.save(trainer, done, data.folder))
         if log.stopping or log.gave_up:
             break
@@ -227,7 +228,7 @@ def main():
     process = place()  # the numbers that the launcher gave this process
     # start() has read the flags, too, before torch was imported; main() may be called without it
     cfg, _ = read_command_line(__doc__, process.num_processes)
-    # Meet the other ranks. An error inside ends all ranks, with one line
+    # Meet the other ranks. An error inside ends all ranks: with one line, a bug with a traceback
     with joined(cfg, process.num_processes) as device:
         mesh = make_mesh(cfg, device)
         log = train(cfg, mesh, process.local_rank)

@@ -1,4 +1,5 @@
-"""Connects the ranks of a group: makes torch's communicators, and the carrier of the messages.
+"""Connects the ranks of a group: makes torch's communicators, and the carrier of the messages, an
+object with exchange() and start_read() (gloo.py has the simplest).
 
 On GPUs a group has two communicators of NCCL, one for messages to higher ranks and one for messages
 to lower ranks (nccl.py). On CPUs it has one of gloo, over which the ranks of a machine find one
@@ -51,7 +52,7 @@ def connection_options(device, timeout):
 
 
 def machine():
-    """What two ranks have in common if they can share memory: the machine since its last start, the
+    """What two ranks have in common if they can share memory: this boot of this machine, the
     namespaces of sockets and process numbers, the user. None where there is no such memory: a
     container may forbid it, and macOS has none."""
     with suppress(OSError, AttributeError):

@@ -3,7 +3,7 @@
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the thread
     NCCL (GPU)   messages carry no name: between two ranks they are matched in the order of posting;
                  operations of a communicator run one after the other, in the order of posting;
-                 wait() lets the current stream wait, and the host goes on
+                 wait() lets the GPU's queue of work (a stream) wait; the host goes on
 
 If two ranks both post a send before the receive, on one communicator, they wait forever: each send
 waits for a receive that stands behind the other rank's send. So messages to higher ranks travel on
@@ -15,9 +15,9 @@ one communicator, `up`, those to lower ranks on another, `down` (torch's own col
 
 What one exchange sends and receives on the same communicator (in a ring) is posted as one batch, so
 neither waits behind the other. Longer circular waits, through more ranks or microbatches, would
-still be possible. The four schedules and all other messages have none: tests/test_gpu.py runs each
-with operations queued like this. Add a schedule of your own there; schedules.check_lists, in which
-no message blocks a rank, does not tell.
+still be possible. The four schedules and all other messages have no such wait: tests/test_gpu.py
+runs each with operations queued like this. Add a schedule of your own there; schedules.check_lists,
+in which no message blocks a rank, does not find such waits.
 """
 
 import time

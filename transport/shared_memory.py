@@ -1,8 +1,9 @@
-"""Messages between ranks of one machine, through memory that both have mapped.
+"""Messages between ranks of one machine, through memory that both have mapped. To learn how
+training is distributed, skip this file: it is about Linux.
 
 gloo sends through the kernel's TCP sockets: each byte is copied twice there, and a thread wakes on
 both sides. Here two ranks of a group share a link: buffers that both processes have mapped, and for
-each direction a Unix socket that carries the buffers' numbers (connect.py makes them).
+each direction a Unix socket, made in connect.py, that carries the buffers' numbers.
 
     rank 0                                        rank 1
     send       --- buffer 3, 4096 bytes ----->    receive       buffer 3 holds a piece
@@ -55,7 +56,8 @@ def mapped(file):
     """A buffer: an open file of shared memory as a tensor of bytes. Closes the file; the mapping
     stays."""
     try:
-        with torch.inference_mode(False):  # the buffer outlives the mode of the first message
+        # The first message may come in inference mode, which the buffer outlives
+        with torch.inference_mode(False):
             # (Python's mmap would keep a file open for each buffer)
             path = f"/proc/self/fd/{file}"
             return torch.from_file(path, shared=True, size=PIECE, dtype=torch.uint8)
@@ -121,21 +123,21 @@ class Link:
             return self.free.pop(), []  # the one that came back last may still be in the cache
         file = os.memfd_create("nanoparallel")
         os.ftruncate(file, PIECE)
-        self.buffers.append(mapped(os.dup(file)))
+        self.buffers.append(mapped(os.dup(file)))  # dup: mapped() closes its file
         return len(self.buffers) - 1, [file]
 
     def take_back(self):
         """Read the numbers of buffers that are free again."""
-        with suppress(BlockingIOError):  # no more numbers. An empty packet: the peer has ended
+        with suppress(BlockingIOError):  # the usual end: no more numbers
             while packet := self.outgoing.recv(NUMBER.size * MOST_NUMBERS, socket.MSG_DONTWAIT):
                 self.free += [number for number, in NUMBER.iter_unpack(packet)]
-            raise EOFError
+            raise EOFError  # an empty packet: the peer has ended
 
     def push(self, packet, files):
         """Send a packet, and beside it open files: the peer gets copies of them. A socket holds
         some 270 packets that the peer has not read (the kernel's limit)."""
         deadline = time.monotonic() + self.timeout
-        alive = [*self.links]  # whose peers have not ended
+        alive = [*self.links]  # links whose peers are not known to have ended
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))]
         while True:
             try:
@@ -211,8 +213,8 @@ class SharedMemory:
         self.start_read = others.start_read
 
     def exchange(self, send, dst, recv, src, combine):
-        """Like Gloo.exchange. Without a receive all pieces of the send leave at once. Beside a
-        receive AHEAD pieces do, and then one for each piece that has come."""
+        """Like Gloo.exchange (gloo.py). Without a receive all pieces of the send leave at once.
+        Beside a receive AHEAD pieces do, and then one for each piece that has come."""
         to = self.links.get(dst) if send is not None else None
         source = self.links.get(src) if recv is not None else None
         wait_for_others = None  # a peer on another machine: gloo carries that message
