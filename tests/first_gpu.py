@@ -167,9 +167,10 @@ def speed(device):
 
 
 def equality(device):
-    """ten layouts against one process, in float64"""
+    """ten layouts against one process, in float64 (on CPUs two: test_all.py has proved the rest)"""
+    layouts = LAYOUTS[:2] if device == "cpu" else LAYOUTS
     return test_all.prove("\n".join(f"{layout} --device {device} --timeout 60"
-                                    for layout in LAYOUTS)) == 0
+                                    for layout in layouts)) == 0
 
 
 def resume(device):
