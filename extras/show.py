@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-import schedules
 import sizes
 from collectives import all_gather, all_reduce, maximum, reduce_scatter
 from context_parallel import zigzag
@@ -29,8 +28,9 @@ from experts import kind_of
 from mesh import Mesh
 from model import build, from_seed
 from run.flags import Parser, check_layout, in_words, parse
-from schedules import SCHEDULES
+from schedules import SCHEDULES, make_lists, placement
 from test_all import difference, ranks, whole_slices
+from tests.timeline import check_lists, simulate
 from train import Trainer, make_mesh
 
 # ---- a small GPT on N processes. Every rank prints; rank 0's lines are shown ----
@@ -228,7 +228,7 @@ In flight: microbatches whose activations rank 0, 1, ... holds at most. Long row
 
 def schedule_text(times):
     """One row per rank, time from left to right, cut at the terminal's width. WORDS explains it.
-    times: Timeline.times of schedules.py, per rank [(action, start, end)]."""
+    times: Timeline.times of tests/timeline.py, per rank [(action, start, end)]."""
     width = shutil.get_terminal_size((160, 24)).columns
     entries = [entry for row in times for entry in row]
     # A column is a character. The shortest action has room for its name and a space
@@ -307,9 +307,9 @@ def schedules_command(words):
         parser.error(f"--svg {args.svg} is for one schedule; name it")
     for name in [args.schedule] if args.schedule else fitting:
         try:
-            lists, where = schedules.make_lists(name, P, m), schedules.placement(name, P)
-            schedules.check_lists(lists, where)
-            timeline = schedules.simulate(lists, where, args.costs)
+            lists, where = make_lists(name, P, m), placement(name, P)
+            check_lists(lists, where)
+            timeline = simulate(lists, where, args.costs)
             if args.svg:
                 title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
                 draw_schedule(args.svg, title, timeline.times)

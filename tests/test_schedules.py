@@ -7,9 +7,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from schedules import SCHEDULES, Schedule, check_lists, cut, make_lists, placement, simulate
+from schedules import SCHEDULES, Schedule, cut, make_lists, placement
 from test_all import differences
 from tests.harness import TOLERANCE, close, flags_of, in_layout, make_trainer, ranks
+from tests.timeline import check_lists, simulate
 
 # ---- lists: no process is started ----
 

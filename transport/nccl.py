@@ -16,8 +16,8 @@ one communicator, `up`, those to lower ranks on another, `down` (torch's own col
 What one exchange sends and receives on the same communicator (in a ring) is posted as one batch, so
 neither waits behind the other. Longer circular waits, through more ranks or microbatches, would
 still be possible. The four schedules and all other messages have no such wait: tests/test_gpu.py
-runs each with operations queued like this. Add a schedule of your own there; schedules.check_lists,
-in which no message blocks a rank, does not find such waits.
+runs each with operations queued like this. Add a schedule of your own there; check_lists of
+tests/timeline.py, in which no message blocks a rank, does not find such waits.
 """
 
 import time
