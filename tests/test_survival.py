@@ -56,13 +56,14 @@ def test_a_killed_rank_ends_all_with_its_number(corpus, tmp_path):
 @pytest.mark.parametrize("stopped", [3, 0])
 def test_a_stopped_rank_is_named_within_twice_the_timeout(corpus, tmp_path, stopped):
     """... and the launcher, whichever rank it polls first, ends that rank."""
-    process, ranks = training(corpus, tmp_path, tp=2, pp=2, timeout=3)
+    # (8 s: a busy machine may keep a rank waiting for 3)
+    process, ranks = training(corpus, tmp_path, tp=2, pp=2, timeout=8)
     os.kill(ranks[stopped], signal.SIGSTOP)
     begin = time.time()
     code, lines = ending(process)
-    assert time.time() - begin < 6 + 5  # a busy machine's processes
+    assert time.time() - begin < 2 * 8 + 5  # a busy machine's processes
     assert code == 1 and gone(ranks) and len(lines) == 1, lines
-    assert re.fullmatch(rf".*rank \d: .*rank {stopped}: not within 3 s", lines[0]), lines
+    assert re.fullmatch(rf".*rank \d: .*rank {stopped}: not within 8 s", lines[0]), lines
 
 
 def shared_files():
@@ -84,12 +85,12 @@ def test_ranks_end_with_their_launcher_even_one_that_is_stopped_and_nothing_stay
 
 def test_a_rank_that_never_starts_is_named_once(tmp_path, corpus):
     size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", MEETING: str(tmp_path / "meeting")}
-    runs = [start("train.py", *flags(corpus, tmp_path, pp=3, timeout=3),
+    runs = [start("train.py", *flags(corpus, tmp_path, pp=3, timeout=6),
                   env={**size, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     endings = [ending(process) for process in runs]
     assert [code for code, _ in endings] == [1, 1]
     line, = [line for _, lines in endings for line in lines]
-    assert re.fullmatch(r"train.py: rank [01]: waiting for rank 2 to start: not within 3 s", line)
+    assert re.fullmatch(r"train.py: rank [01]: waiting for rank 2 to start: not within 6 s", line)
 
 
 @pytest.mark.parametrize("rank,meets_at,says", [
