@@ -15,7 +15,7 @@ the gradients are from those of one process: 1e-15 is rounding.
 import argparse
 import io
 import shutil
-import signal
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import torch
 import sizes
 from collectives import all_gather, all_reduce, maximum, reduce_scatter
 from context_parallel import zigzag
+from data.files import drop
 from experts import kind_of
 from mesh import Mesh
 from model import build, from_seed
@@ -367,5 +368,8 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has closed the pipe
+        drop(sys.stdout)
