@@ -83,8 +83,8 @@ def interleaved(P, m, v, rank):
     forwards = [("F", i // P % v) for i in range(m * v)]
     backwards = [("B", v - 1 - i // P % v) for i in range(m * v)]
     # The first backward is of the rank's last stage. Before it run P forwards of each earlier
-    # stage, and twice 1F1B's warm-up. If messages took no time, one warm-up would do. With messages
-    # of 0.1 F it makes a step 7% longer than two (simulated: P 4, v 2, m 16)
+    # stage, and twice 1F1B's warm-up. If messages took no time, one warm-up would do. If they take
+    # 0.1 F, a step with one is 7% longer than with two (simulated: P 4, v 2, m 16)
     num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 

@@ -211,6 +211,7 @@ def test_what_is_not_finite_is_not_saved_and_the_last_good_checkpoint_is_named(
     (well, lines), (other, _) = ranks(2, train_and_spoil, cfg, value, state)
     assert not well and not other and names(tmp_path) == ["step-00000001", "step-00000002"]
     assert "step      3  saved nothing: weights are not finite" in lines
+    assert not any(line.startswith("step      3  loss") for line in lines)  # ends at once
     assert f"last good checkpoint: {tmp_path}/step-00000002; a lower --lr may help" in lines[-1]
 
 
