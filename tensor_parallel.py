@@ -36,7 +36,8 @@ from shard import split
 #
 # A hidden unit is a column of W1^T and a row of W2^T. Hidden units do not meet before W2 adds them
 # up. So a block's MLP needs one all-reduce forward, after the row (g, below), and one in backward:
-# the gradient of the column's input is summed (f). Attention is the same, with heads for hidden units.
+# the gradient of the column's input is summed (f). Attention is the same, with heads for hidden
+# units.
 
 
 def sum_in_place(x, group):
